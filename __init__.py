@@ -1,0 +1,7 @@
+"""Lazy H3: MiniMax-H3 for ComfyUI, weights read at first use and gone after the last."""
+
+if __package__:  # a test collector imports this file without a package, and finds nothing to do
+    from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+
+    WEB_DIRECTORY = "./web"
+    __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "WEB_DIRECTORY"]

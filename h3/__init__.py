@@ -1,0 +1,1 @@
+"""MiniMax-H3 in plain torch: knows neither ComfyUI nor memory policy."""

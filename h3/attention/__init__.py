@@ -1,0 +1,5 @@
+"""Attention kernels behind one signature."""
+
+from .dense import attention
+
+__all__ = ["attention"]
