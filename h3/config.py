@@ -1,7 +1,7 @@
 """Every number of MiniMax-H3's networks, one dataclass a component.
 
-Defaults are the published model (specs: DiT section 1, text encoder sections 3 and 4, VAEs sections 1-3). Checkpoints of other
-sizes override them: from a Hugging Face ``config.json``, from the ``config`` entry of a safetensors header, or from tensor shapes.
+Defaults are the published model (specs: DiT section 1, text encoder sections 3 and 4, VAEs sections 1-3). Checkpoints of
+other sizes override them: from a Hugging Face ``config.json``, from the ``config`` entry of a safetensors header, or from tensor shapes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class TextEncoderConfig:
-    """Qwen3-VL language model, cut after ``num_hidden_layers`` layers, without final norm and head (text encoder spec, section 3)."""
+    """Qwen3-VL language model, cut after ``num_hidden_layers`` layers: no final norm, no head (text encoder spec, section 3)."""
 
     hidden_size: int = 5120
     num_hidden_layers: int = 50

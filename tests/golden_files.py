@@ -20,7 +20,7 @@ DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16",
 
 @dataclass
 class Fixture:
-    """One file: ``weights.x`` is ``weights["x"]``, the same for input, output and intermediate; other prefixes are in ``groups``."""
+    """One file: ``weights.x`` is ``weights["x"]``, likewise input, output, intermediate; the rest is in ``groups``."""
 
     config: dict[str, Any]
     metadata: dict[str, str]
@@ -81,7 +81,10 @@ def cooked(recipe: Recipe, tensors: Mapping[str, Tensor], shape: torch.Size, dty
     """A recipe in plain torch, independent of the reader."""
     if recipe.values is not None:
         return torch.tensor(recipe.values, dtype=dtype).reshape(shape)
-    pieces = [tensors[r.source][r.start :] if r.count is None else tensors[r.source][r.start : r.start + r.count] for r in recipe.rows]
+    ends = [None if r.count is None else r.start + r.count for r in recipe.rows]
+    pieces = [
+        tensors[r.source][r.start : end] if tensors[r.source].dim() else tensors[r.source] for r, end in zip(recipe.rows, ends)
+    ]
     result = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).reshape(shape).to(dtype).clone()
     if recipe.finish is not None:
         recipe.finish(result, {name: tensors[name] for name in recipe.extra})

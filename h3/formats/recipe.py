@@ -47,9 +47,9 @@ def copied(source: str) -> Recipe:
     return Recipe((Rows(source),))
 
 
-def concatenated(*sources: str) -> Recipe:
-    """Several stored tensors one below the other (split q, k, v to one matrix)."""
-    return Recipe(tuple(Rows(source) for source in sources))
+def concatenated(sources: tuple[str, ...], num_rows: int) -> Recipe:
+    """Several stored tensors of ``num_rows`` rows each, one below the other (split q, k, v to one matrix)."""
+    return Recipe(tuple(Rows(source, 0, num_rows) for source in sources))
 
 
 def halves_swapped(source: str, num_rows: int) -> Recipe:
