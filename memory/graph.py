@@ -1,0 +1,138 @@
+"""Who may still touch which resource, read from the wiring of a prompt. Pure: no host, no torch, no side effects.
+
+A resource enters the graph at a loader's output. From there it may travel through any node whose outputs can carry it: a switch,
+a reroute, a node of another pack. Values of plain types (pictures, latents, numbers, ...) carry no model, so the trail ends there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+PLAIN_TYPES = frozenset(
+    "IMAGE MASK LATENT AUDIO VIDEO INT FLOAT STRING BOOLEAN COMBO SIGMAS NOISE".split()  # noqa: SIM905  (reads as the spec does)
+)
+
+Key = Hashable
+Output = tuple[str, int]  # (node id, slot)
+Reason = Literal["direct wire", "passed through", "constant in an expansion", "unknown class"]
+
+
+@dataclass(frozen=True)
+class NodeClass:
+    """What a node class declares: the types of its outputs, and which slots carry a handle on (None: judge by type)."""
+
+    output_types: tuple[str, ...]
+    carries: frozenset[int] | None = None
+
+    def may_carry(self, slot: int) -> bool:
+        """Whether a resource that comes in may go out by this slot."""
+        if self.carries is not None:
+            return slot in self.carries
+        return slot >= len(self.output_types) or self.output_types[slot] not in PLAIN_TYPES
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a prompt: ``inputs`` are constants or links ``[node id, slot]``."""
+
+    class_type: str
+    inputs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Trail:
+    """Where one resource may go: the nodes that may touch it, each with the first reason found."""
+
+    consumers: Mapping[str, Reason]
+
+
+Classes = Callable[[str], NodeClass | None]
+
+
+def link_of(value: Any) -> Output | None:
+    """The output that an input value refers to, if it is a link."""
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        node, slot = value
+        if isinstance(node, str) and isinstance(slot, (int, float)) and not isinstance(slot, bool):
+            return node, int(slot)
+    return None
+
+
+def ancestors(nodes: Mapping[str, Node], targets: Iterable[str]) -> set[str]:
+    """The targets and every node that they need, directly or not."""
+    found: set[str] = set()
+    pending = [target for target in targets if target in nodes]
+    while pending:
+        node = pending.pop()
+        if node in found:
+            continue
+        found.add(node)
+        links = (link_of(value) for value in nodes[node].inputs.values())
+        pending += [link[0] for link in links if link is not None and link[0] in nodes]
+    return found
+
+
+def trails(
+    nodes: Mapping[str, Node],
+    classes: Classes,
+    sources: Mapping[Output, Key],
+    constants: Mapping[str, Iterable[Key]] | None = None,
+) -> dict[Key, Trail]:
+    """Follow every resource from where it enters the graph.
+
+    ``sources``: loader output -> resource. ``constants``: node -> resources that it was given as plain objects (expansions).
+    Linear in nodes and links for each resource.
+    """
+    wiring = _Wiring(nodes, classes)
+    entries: dict[Key, list[Output]] = defaultdict(list)
+    for output, key in sources.items():
+        entries[key].append(output)
+    holders: dict[Key, list[str]] = defaultdict(list)
+    for node, keys in (constants or {}).items():
+        for key in keys:
+            holders[key].append(node)
+    return {key: Trail(wiring.follow(entries[key], holders[key])) for key in {**entries, **holders}}
+
+
+class _Wiring:
+    def __init__(self, nodes: Mapping[str, Node], classes: Classes) -> None:
+        self._classes = {node: classes(spec.class_type) for node, spec in nodes.items()}
+        self._users: dict[Output, list[str]] = defaultdict(list)
+        self._used_slots: dict[str, set[int]] = defaultdict(set)
+        for node, spec in nodes.items():
+            for value in spec.inputs.values():
+                link = link_of(value)
+                if link is not None:
+                    self._users[link].append(node)
+                    self._used_slots[link[0]].add(link[1])
+
+    def follow(self, outputs: list[Output], holders: list[str]) -> dict[str, Reason]:
+        """Nodes that a resource may reach from these outputs, and from nodes that hold it as a constant."""
+        reached: dict[str, Reason] = dict.fromkeys(holders, "constant in an expansion")
+        pending = list(outputs)
+        for node in holders:
+            pending += self._carried_out_of(node)
+        seen = set(pending)
+        origins = {node for node, _ in outputs}
+        while pending:
+            output = pending.pop()
+            for user in self._users.get(output, ()):
+                if user not in reached:
+                    reached[user] = self._reason(user, output[0] in origins)
+                onward = [out for out in self._carried_out_of(user) if out not in seen]
+                seen.update(onward)
+                pending += onward
+        return reached
+
+    def _carried_out_of(self, node: str) -> list[Output]:
+        declared = self._classes.get(node)
+        slots = self._used_slots.get(node, ())
+        return [(node, slot) for slot in slots if declared is None or declared.may_carry(slot)]
+
+    def _reason(self, user: str, is_direct: bool) -> Reason:
+        if self._classes.get(user) is None:
+            return "unknown class"
+        return "direct wire" if is_direct else "passed through"

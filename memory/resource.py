@@ -1,0 +1,72 @@
+"""What the store manages, and what it asks of it. Components of ours are one kind; hosts may add their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+
+from .checkpoint import FileIdentity
+
+Mode = Literal["whole", "streamed"]
+Parts = frozenset[str]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Two resources with equal identity are one. ``options``: device, dtype and every other transform's key."""
+
+    kind: str
+    files: tuple[FileIdentity, ...]
+    options: tuple[Any, ...] = ()
+
+    def is_sibling_of(self, other: Identity) -> bool:
+        """Another way to hold the same files."""
+        return self.files == other.files and self != other
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of one mode: what stays, what filling needs on top for a moment, what every further pass reads again."""
+
+    resident: int
+    transient: int = 0
+    reread_per_pass: int = 0
+
+
+@dataclass(frozen=True)
+class FillRequest:
+    """``grant``: bytes that may be taken, None for as many as needed. ``on_bytes(done, total)`` may raise to cancel."""
+
+    parts: Parts
+    mode: Mode = "whole"
+    grant: int | None = None
+    on_bytes: Callable[[int, int], None] | None = None
+
+
+@runtime_checkable
+class Resource(Protocol):
+    """Weights that can be brought into memory and dropped again.
+
+    ``fill`` is atomic: it leaves the requested parts resident, or raises and leaves memory as it was. ``live_bytes`` is measured
+    from living storages, also after ``drop`` (somebody else may hold one). ``dirty`` says in words what was changed by hand since
+    the fill, or None. ``shrink(n)`` gives back about n bytes if the resource can stay usable, and returns how many.
+    """
+
+    @property
+    def identity(self) -> Identity: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def parts(self) -> Parts: ...
+    def costs(self, parts: Parts) -> Mapping[Mode, Cost]: ...
+    def resident_parts(self) -> Parts: ...
+    def fill(self, request: FillRequest) -> None: ...
+    def drop(self) -> None: ...
+    def shrink(self, nbytes: int) -> int: ...
+    def live_bytes(self) -> int: ...
+    def dirty(self) -> str | None: ...

@@ -1,0 +1,147 @@
+"""One prompt's run: start, finish and end events in, releases out. Nothing it does can fail the prompt."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, Protocol
+
+from .graph import Classes, Key, Node, Output, Trail, trails
+from .resource import Resource
+from .store import Store
+
+log = logging.getLogger("lazy_h3")
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class GraphView:
+    """The prompt as it is now. ``version`` changes whenever an expansion adds nodes."""
+
+    version: Any
+    nodes: Mapping[str, Node]
+    constants: Mapping[str, Iterable[Key]]
+
+
+class Prompt(Protocol):
+    """What a session asks of its host."""
+
+    @property
+    def prompt_id(self) -> str: ...
+    def version(self) -> Any:
+        """Cheap; equal while the graph is unchanged."""
+
+    def view(self) -> GraphView: ...
+    def may_run(self) -> set[str]:
+        """Nodes that have not finished and may still run, the present one included."""
+
+    def classes(self, class_type: str) -> Any: ...
+    def sources(self, nodes: Mapping[str, Node]) -> Mapping[Output, Key]:
+        """Loader outputs and the identities of their resources."""
+
+
+Keeps = Callable[[Resource], str | None]  # why a resource stays for the next prompt, or None
+
+
+def _contained(method: Callable[Concatenate[Session, P], None]) -> Callable[Concatenate[Session, P], None]:
+    """An exception in an event would kill the host's worker thread; a lost event only costs time."""
+
+    @functools.wraps(method)
+    def call(self: Session, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            if not self._has_failed:
+                log.exception(
+                    "Lazy H3: the analysis of prompt %s failed; weights are released at its end.", self.prompt.prompt_id
+                )
+            self._has_failed = True
+
+    return call
+
+
+class Session:
+    """Releases each resource of ``store`` when no node that may still run can touch it, and the rest at the end."""
+
+    def __init__(self, prompt: Prompt, store: Store, keeps: Keeps = lambda _: None) -> None:
+        self.prompt = prompt
+        self.store = store
+        self.is_over = False
+        self.finished: set[str] = set()
+        self._keeps = keeps
+        self._kept: set[Key] = set()
+        self._version: Any = object()
+        self._trails: dict[Key, Trail] = {}
+        self._has_failed = False
+
+    @_contained
+    def begin(self) -> None:
+        """Read the graph; warns once for each component that nobody uses."""
+        self._read_graph()
+        may_run = self.prompt.may_run()
+        for key, trail in self._trails.items():
+            if not trail.consumers.keys() & may_run and self._loader_runs(key, may_run):
+                log.warning("Lazy H3: %s is loaded by a node but used by none; it is never read.", _name(key))
+
+    @_contained
+    def started(self, node: str) -> None:
+        """A node begins: it may run again, whatever it did before (loops)."""
+        self.finished.discard(node)
+
+    @_contained
+    def ended(self, node: str) -> None:
+        """A node has finished: release what it was the last to use."""
+        self.finished.add(node)
+        self.store.unpin_node(self.prompt.prompt_id, node)
+        candidates = [r for r in self.store.resident() if r.identity not in self._kept]
+        if not candidates:
+            return
+        if self.prompt.version() != self._version:
+            self._read_graph()
+        may_run = self.prompt.may_run() - self.finished
+        for resource in candidates:
+            if not self._remaining(resource, may_run):
+                self._release(resource, f"node {node} was its last user")
+
+    @_contained
+    def end(self) -> None:
+        """The prompt is over, however it ended."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self.store.unpin_node(self.prompt.prompt_id)
+        for resource in self.store.resident():
+            if resource.identity not in self._kept:
+                self._release(resource, "end of the prompt")
+
+    def remaining(self, resource: Resource) -> set[str]:
+        """Nodes that may still touch the resource."""
+        return self._remaining(resource, self.prompt.may_run() - self.finished)
+
+    def _remaining(self, resource: Resource, may_run: set[str]) -> set[str]:
+        trail = self._trails.get(resource.identity)
+        return set() if trail is None else trail.consumers.keys() & may_run
+
+    def _release(self, resource: Resource, reason: str) -> None:
+        why_kept = self._keeps(resource)
+        if why_kept is None:
+            self.store.release(resource, reason)
+            return
+        self._kept.add(resource.identity)
+        self.store.ledger.record("keep", resource.name, resource.live_bytes(), why_kept)
+
+    def _read_graph(self) -> None:
+        view = self.prompt.view()
+        self._sources = self.prompt.sources(view.nodes)
+        self._trails = trails(view.nodes, self.prompt.classes, self._sources, view.constants)
+        self._version = view.version
+
+    def _loader_runs(self, key: Key, may_run: set[str]) -> bool:
+        return any(node in may_run for (node, _), source in self._sources.items() if source == key)
+
+
+def _name(key: Key) -> str:
+    return str(getattr(key, "kind", key))

@@ -1,0 +1,328 @@
+"""The process-wide table of resources: who is resident, who is in use, and who must go.
+
+One resource per identity. States: absent -> filling -> resident -> dropping -> absent, per resource, under one lock; reading
+happens outside it. A resource in use (pinned) is never dropped: releasing it then means "when the last pin is gone".
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from . import device as devices
+from .frames import forget_locals
+from .ledger import Ledger
+from .resource import Cost, FillRequest, Identity, Parts, Resource
+
+log = logging.getLogger("lazy_h3")
+
+State = Literal["absent", "filling", "resident", "dropping"]
+Owner = tuple[Any, ...]  # ("use", id) or ("node", prompt, node)
+OnFill = Callable[[Resource, int, int], None]  # (resource, bytes done, bytes in all); may raise to cancel
+WAIT_SECONDS = 0.1
+
+
+class MemoryRefused(RuntimeError):
+    """A resource does not fit. Raised before a byte of it is read."""
+
+    def __init__(self, component: str, need_bytes: int, have_bytes: int, remedy: str) -> None:
+        gib = 1 << 30
+        super().__init__(
+            f"{component} needs {need_bytes / gib:.2f} GiB of memory and {have_bytes / gib:.2f} GiB are available; {remedy}"
+        )
+        self.component = component
+        self.need_bytes = need_bytes
+        self.have_bytes = have_bytes
+
+
+@dataclass
+class _Entry:
+    resource: Resource
+    state: State = "absent"
+    pins: Counter[Owner] = field(default_factory=Counter)
+    release_reason: str | None = None  # wanted, but pinned or filling
+    reserved: int = 0
+    last_use: float = 0.0
+
+
+class Store:
+    """All resources of the process.
+
+    ``budget``: cap on weight bytes per pool, None for what the machine has. ``pretended_total``: the size of the pool in tests
+    and what-if runs. ``on_use(resource)`` observers run when a resource is about to be used; ``on_fill`` observers see progress
+    and may raise to cancel; ``before_fill(resource, bytes)`` may ask others to make room.
+    """
+
+    def __init__(self, ledger: Ledger | None = None, budget: int | None = None, pretended_total: int | None = None) -> None:
+        self.ledger = ledger or Ledger()
+        self.ledger.measure = self.live_bytes
+        self.budget = budget
+        self.pretended_total = pretended_total
+        self.on_use: list[Callable[[Resource], None]] = []
+        self.on_fill: list[OnFill] = []
+        self.before_fill: list[Callable[[Resource, int], None]] = []
+        self._known: weakref.WeakValueDictionary[Identity, Resource] = weakref.WeakValueDictionary()
+        self._entries: dict[Identity, _Entry] = {}  # strong references: what is pinned or not absent
+        self._haunted: list[Resource] = []  # dropped, but somebody else still holds weights
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+
+    def add(self, resource: Resource) -> Resource:
+        """The resource of this identity: the known one if there is one, else this."""
+        with self._lock:
+            known = self._known.setdefault(resource.identity, resource)
+        if known is resource and hasattr(resource, "acquire"):
+            resource.acquire = partial(_use_weakly, weakref.ref(self), weakref.ref(resource))
+        return known
+
+    def find(self, identity: Identity) -> Resource | None:
+        """The known resource of this identity."""
+        return self._known.get(identity)
+
+    @contextmanager
+    def use(self, resource: Resource, parts: Parts | None = None, owner: Owner | None = None) -> Iterator[Resource]:
+        """Pin the resource, fill the parts that are missing, and unpin at the end. Re-entrant, on any thread.
+
+        Raises MemoryRefused before reading if it does not fit, and whatever the fill raises; the pin is gone then.
+        """
+        parts = resource.parts if parts is None else parts
+        owner = owner or ("use", threading.get_ident())
+        for observer in self.on_use:
+            observer(resource)
+        entry = self._pin(resource, owner)
+        try:
+            self._ensure_filled(entry, parts)
+            yield resource
+        except BaseException as error:
+            forget_locals(error)
+            raise
+        finally:
+            self._unpin(entry, owner)
+
+    def release(self, resource: Resource, reason: str, *, force: bool = False) -> None:
+        """Drop the resource's weights, now or when it is no longer filling or pinned. Does nothing if it is absent.
+
+        A resource that was changed by hand stays, with a warning that names the weight; ``force`` (memory pressure, /free) warns
+        again and drops it.
+        """
+        with self._lock:
+            entry = self._entries.get(resource.identity)
+            if entry is None:
+                return
+            if entry.pins or entry.state == "filling":
+                entry.release_reason = reason
+            elif entry.state == "resident":
+                self._drop(entry, reason, force)
+
+    def release_all(self, reason: str, *, force: bool = False) -> None:
+        """Release every resource."""
+        for resource in self.resident():
+            self.release(resource, reason, force=force)
+
+    def unpin_node(self, prompt: str, node: str | None = None) -> None:
+        """Drop pins that a node (or every node of a prompt) left behind: it failed and cannot continue."""
+        with self._lock:
+            for entry in list(self._entries.values()):
+                for owner in [o for o in entry.pins if o[:2] == ("node", prompt) and node in (None, o[2])]:
+                    entry.pins[owner] = 1
+                    self._unpin(entry, owner)
+
+    @contextmanager
+    def filling(self, resource: Resource, nbytes: int) -> Iterator[None]:
+        """Somebody else fills the resource inside this block; reserves ``nbytes`` first (MemoryRefused if they do not fit)."""
+        entry = self._begin_fill(resource, Cost(nbytes), frozenset())
+        with self._fill_recorded(entry, nbytes):
+            yield
+
+    def dropped(self, resource: Resource, reason: str) -> None:
+        """Somebody else has dropped the resource."""
+        with self._lock:
+            entry = self._entries.pop(resource.identity, None)
+            self._changed.notify_all()
+        if entry is not None:
+            self.ledger.record("release", resource.name, 0, reason)
+
+    def resident(self) -> list[Resource]:
+        """Resources that hold weights now, or are being filled."""
+        with self._lock:
+            return [e.resource for e in self._entries.values() if e.state != "absent"]
+
+    def is_pinned(self, resource: Resource) -> bool:
+        with self._lock:
+            entry = self._entries.get(resource.identity)
+            return entry is not None and bool(entry.pins)
+
+    def live_bytes(self) -> int:
+        """Bytes of all weights that are alive, also of those that only somebody else still holds."""
+        with self._lock:
+            self._haunted = [resource for resource in self._haunted if resource.live_bytes()]
+            return sum(resource.live_bytes() for resource in list(self._known.values()))
+
+    def _pin(self, resource: Resource, owner: Owner) -> _Entry:
+        with self._lock:
+            entry = self._entries.setdefault(resource.identity, _Entry(resource))
+            entry.pins[owner] += 1
+            entry.last_use = self.ledger.now()
+            if entry.pins.total() == 1:
+                self.ledger.record("pin", resource.name, resource.live_bytes())
+            return entry
+
+    def _unpin(self, entry: _Entry, owner: Owner) -> None:
+        with self._lock:
+            if owner not in entry.pins:
+                return  # unpin_node was here before
+            entry.pins[owner] -= 1
+            entry.pins += Counter()  # forget owners without a pin
+            if entry.pins:
+                return
+            self.ledger.record("unpin", entry.resource.name, entry.resource.live_bytes())
+            if entry.state == "absent":
+                self._entries.pop(entry.resource.identity, None)
+            elif entry.release_reason is not None and entry.state == "resident":
+                self._drop(entry, entry.release_reason, force=False)
+
+    def _ensure_filled(self, entry: _Entry, parts: Parts) -> None:
+        resource = entry.resource
+        with self._changed:
+            while entry.state in ("filling", "dropping"):
+                self._changed.wait(WAIT_SECONDS)
+            missing = parts - resource.resident_parts()
+            if not missing:
+                return
+            cost = resource.costs(missing)["whole"]
+            self._begin_fill(resource, cost, missing)
+        with self._fill_recorded(entry, cost.resident):
+            resource.fill(FillRequest(missing, on_bytes=partial(self._report_progress, resource)))
+
+    def _report_progress(self, resource: Resource, done: int, total: int) -> None:
+        for observer in self.on_fill:
+            observer(resource, done, total)
+
+    def _begin_fill(self, resource: Resource, cost: Cost, parts: Parts) -> _Entry:
+        """Make room, reserve, and enter the state "filling"."""
+        need = cost.resident + cost.transient
+        for ask in self.before_fill:
+            ask(resource, need)
+        with self._lock:
+            self._release_siblings(resource)
+            self._make_room(resource, cost)
+            entry = self._entries.setdefault(resource.identity, _Entry(resource))
+            entry.reserved = need
+            entry.state = "filling"
+        what = ", ".join(sorted(parts)) if parts and parts != resource.parts else ""
+        self.ledger.record("load_begin", resource.name, cost.resident, what)
+        return entry
+
+    @contextmanager
+    def _fill_recorded(self, entry: _Entry, nbytes: int) -> Iterator[None]:
+        began = self.ledger.now()
+        try:
+            yield
+        except BaseException as error:
+            forget_locals(error)
+            self._end_fill(entry)
+            self.ledger.record("load_end", entry.resource.name, 0, f"failed: {type(error).__name__}")
+            raise
+        self._end_fill(entry)
+        self.ledger.record("load_end", entry.resource.name, nbytes)
+        seconds = max(self.ledger.now() - began, 1e-9)
+        log.info("%s: loaded %.2f GiB in %.1f s", entry.resource.name, nbytes / devices.GIB, seconds)
+
+    def _end_fill(self, entry: _Entry) -> None:
+        with self._changed:
+            entry.reserved = 0
+            entry.state = "resident" if entry.resource.resident_parts() else "absent"
+            if entry.state == "absent" and not entry.pins:
+                self._entries.pop(entry.resource.identity, None)
+            elif entry.release_reason is not None and not entry.pins and entry.state == "resident":
+                self._drop(entry, entry.release_reason, force=False)
+            self._changed.notify_all()
+
+    def _release_siblings(self, resource: Resource) -> None:
+        for other in self._unpinned():
+            if other.resource.identity.is_sibling_of(resource.identity):
+                self._drop(other, f"{resource.name} is about to be filled from the same files", force=False)
+
+    def _make_room(self, resource: Resource, cost: Cost) -> None:
+        """Drop what was kept, least recently used first, until ``cost`` fits; MemoryRefused if it still does not."""
+        need = cost.resident + cost.transient
+        victims = sorted((e for e in self._unpinned() if e.resource.device == resource.device), key=lambda e: e.last_use)
+        victims = [e for e in victims if e.resource is not resource]
+        while need > self._room(resource.device):
+            if not victims:
+                self._refuse(resource, need)
+            self._drop(victims.pop(0), f"room for {resource.name}", force=True)
+
+    def _refuse(self, resource: Resource, need: int) -> None:
+        have = self._room(resource.device)
+        remedy = (
+            "raise the budget or use smaller files." if self.budget is not None else "close other programs or use smaller files."
+        )
+        self.ledger.record("refuse", resource.name, need, f"{have} bytes available")
+        raise MemoryRefused(resource.name, need, have, remedy)
+
+    def _room(self, device: torch.device) -> int:
+        """Bytes that weights on ``device`` may still take, with what other fills have reserved counted as taken."""
+        pool = [e for e in self._entries.values() if e.resource.device == device]
+        reserved = sum(e.reserved for e in pool)
+        room = devices.pool_status(device, self.pretended_total).available - reserved
+        if self.budget is not None:
+            room = min(room, self.budget - reserved - sum(e.resource.live_bytes() for e in pool))
+        return max(0, room)
+
+    def _unpinned(self) -> list[_Entry]:
+        return [e for e in self._entries.values() if e.state == "resident" and not e.pins]
+
+    def _drop(self, entry: _Entry, reason: str, force: bool) -> None:
+        resource = entry.resource
+        edit = resource.dirty()
+        if edit is not None and not self._may_lose_edit(entry, edit, force):
+            return
+        nbytes = resource.live_bytes()
+        entry.state = "dropping"
+        resource.drop()
+        devices.trim()
+        left = resource.live_bytes()
+        if left:
+            devices.collect_and_trim()
+            left = resource.live_bytes()
+        self._entries.pop(resource.identity, None)
+        self._changed.notify_all()
+        self.ledger.record("release", resource.name, nbytes - left, reason)
+        if left:
+            self._haunted.append(resource)
+            log.warning(
+                "%s: %d bytes of its weights are still alive after release: somebody else holds a reference.", resource.name, left
+            )
+
+    def _may_lose_edit(self, entry: _Entry, edit: str, force: bool) -> bool:
+        """Weights that were changed by hand are kept rather than silently read anew; ``force`` loses them, loudly."""
+        name = entry.resource.name
+        entry.release_reason = None
+        if force:
+            log.warning("%s: dropped although %s since it was filled; the change is lost.", name, edit)
+            return True
+        log.warning(
+            "%s: kept, because %s since it was filled; use a LoRA or another transform to have it survive a reload.", name, edit
+        )
+        self.ledger.record("keep", name, entry.resource.live_bytes(), f"changed by hand: {edit}")
+        return False
+
+
+@contextmanager
+def _use_weakly(store: weakref.ref[Store], resource: weakref.ref[Resource], parts: Parts) -> Iterator[None]:
+    """``store.use`` for the entry points of a module: holds neither the store nor the resource while nobody computes."""
+    table, component = store(), resource()
+    if table is None or component is None:
+        raise RuntimeError("The store of this component is gone; take a new handle from its loader.")
+    with table.use(component, parts):
+        yield
