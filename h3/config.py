@@ -1,17 +1,38 @@
 """Every number of MiniMax-H3's networks, one dataclass a component.
 
 Defaults are the published model (specs: DiT section 1, text encoder sections 3 and 4, VAEs sections 1-3). Checkpoints of
-other sizes override them: from a Hugging Face ``config.json``, from the ``config`` entry of a safetensors header, or from tensor shapes.
+other sizes override them: from a Hugging Face ``config.json``, from the ``config`` entry of a safetensors header, or from
+tensor shapes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
+from math import ceil, prod
 
 FPS = 24
 AUDIO_LATENTS_PER_SECOND = 40
 STEREO = 2
+
+# Statistics of the published video VAE, channel by channel (VAE spec, section 1.1).
+# fmt: off
+VIDEO_LATENTS_MEAN = (
+    0.858090341091156, -0.9606591463088989, 1.0661640167236328, -0.5090325474739075,
+    -0.2727581858634949, -1.3675414323806763, -0.2553254961967468, -0.26907554268836975,
+    -0.5376840829849243, -0.0464097298681736, 0.6657370328903198, 0.19690127670764923,
+    -0.5460608005523682, -0.4035342037677765, -0.23683024942874908, 0.25928452610969543,
+    -0.30133944749832153, 0.211341992020607, -1.1206848621368408, 0.3581933379173279,
+    -0.04225143790245056, 0.2604829967021942, 0.22864092886447906, 0.7056031823158264,
+)
+VIDEO_LATENTS_STD = (
+    1.2223774194717407, 1.2767263650894165, 1.68317747116088865, 1.7549455165863037,
+    1.5636216402053833, 2.194143533706665, 0.96531379222869875, 1.05698859691619875,
+    0.841948926448822, 0.7729952931404114, 1.8955937623977661, 0.946841835975647,
+    0.7996809482574463, 0.44988900423049925, 0.7197399735450745, 0.69362932443618775,
+    2.961095094680786, 2.7694199085235595, 3.0496184825897217, 2.1088054180145265,
+    3.276226282119751, 3.1627357006073, 2.28168129920959475, 2.6127843856811525,
+)
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -114,6 +135,10 @@ class VideoVAEConfig:
     token_drop: int = 3
     tile_size: int = 256
     tile_overlap: int = 64
+    pixel_mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    pixel_std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    latents_mean: tuple[float, ...] = VIDEO_LATENTS_MEAN  # for files that have no tensors of these names
+    latents_std: tuple[float, ...] = VIDEO_LATENTS_STD
 
     @property
     def spatial_ratio(self) -> int:
@@ -126,6 +151,30 @@ class VideoVAEConfig:
     @property
     def decoder_width(self) -> int:
         return self.decoder_num_attention_heads * self.decoder_attention_head_dim
+
+    @property
+    def frame_pre_padding(self) -> int:
+        """Raw frames before the first real one of a clip: the causal encoder sees the first frame alone."""
+        return -self.clip_length % self.temporal_ratio
+
+    @property
+    def latents_per_clip(self) -> int:
+        return ceil(self.clip_length / self.temporal_ratio)
+
+    @property
+    def latent_overlap(self) -> int:
+        """Latent frames that two neighbouring decoder windows share."""
+        return -self.token_drop % self.latents_per_clip
+
+    @property
+    def frame_overlap(self) -> int:
+        """Frames of the cross-fade between two decoder windows."""
+        return self.latent_overlap * self.temporal_ratio - self.frame_pre_padding
+
+    @property
+    def window_length(self) -> int:
+        """Latent frames of a decoder window."""
+        return self.latents_per_clip + self.latent_overlap
 
 
 @dataclass(frozen=True)
@@ -143,6 +192,8 @@ class AudioVAEConfig:
     resblock_kernel_sizes: tuple[int, ...] = (3, 7, 11)
     resblock_dilation_sizes: tuple[tuple[int, ...], ...] = ((1, 3, 5), (1, 3, 5), (1, 3, 5))
     sampling_rate: int = 32000
+    latents_mean: tuple[float, ...] = ()  # no published default: in the file or in config.json
+    latents_std: tuple[float, ...] = ()
 
     @property
     def hop_length(self) -> int:

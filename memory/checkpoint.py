@@ -53,10 +53,8 @@ class FileIdentity:
         """Raises CheckpointError if there is no such file."""
         try:
             status = path.stat()
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be opened ({error.strerror}); check the name and the model folders."
-            ) from error
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            raise _unopened(path, error) from error
         return cls(str(path), status.st_size, status.st_mtime_ns)
 
 
@@ -102,14 +100,17 @@ class Checkpoint:
                 raise CheckpointError(f"{known.path}: was replaced on disk since it was opened; run the loader node again.")
 
 
+def _unopened(path: Path, error: Exception) -> CheckpointError:
+    reason = getattr(error, "strerror", None) or error
+    return CheckpointError(f"{path}: cannot be opened ({reason}); check the name and the model folders.")
+
+
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Index a ``.safetensors`` file, a ``.safetensors.index.json``, or a folder that holds exactly one of either.
 
     Raises CheckpointError, which names the file, for anything that is not a sound checkpoint.
     """
-    path = Path(path)
-    if path.suffix.lower() in PICKLE_SUFFIXES:
-        raise CheckpointError(f"{path}: pickled checkpoints are never opened, since they can run code; use a .safetensors file.")
+    path = Path(os.path.abspath(path))  # a file has one identity, however it is named
     if path.is_dir():
         return open_checkpoint(_only_checkpoint_in(path))
     if path.name.endswith(".index.json"):
@@ -118,7 +119,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _only_checkpoint_in(folder: Path) -> Path:
-    names = sorted(p.name for p in folder.iterdir())
+    try:
+        names = sorted(p.name for p in folder.iterdir())
+    except OSError as error:
+        raise _unopened(folder, error) from error
     found = [n for n in names if n.endswith(".safetensors.index.json")] or [n for n in names if n.endswith(".safetensors")]
     if len(found) == 1:
         return folder / found[0]
@@ -150,7 +154,7 @@ def _joined(files: Iterable[_File]) -> Checkpoint:
 def _open_shards(index: Path) -> Checkpoint:
     weight_map = _weight_map(index)
     for shard in weight_map.values():
-        if Path(shard).name != shard:
+        if Path(shard).name != shard or shard in ("", ".."):
             raise CheckpointError(
                 f"{index}: names the shard {shard!r}, which is outside its folder; shards lie beside their index."
             )
@@ -165,24 +169,27 @@ def _open_shards(index: Path) -> Checkpoint:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        raw = index.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{index}: cannot be opened ({error.strerror}); check the name and the model folders.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index}: is not a shard index (no readable weight_map); download it again.") from error
+        raise _unopened(index, error) from error
+    weight_map = _table(index, raw, "its text").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(s, str) for s in weight_map.values()):
-        raise CheckpointError(f"{index}: its weight_map does not map tensor names to file names; download it again.")
+        raise CheckpointError(f"{index}: has no weight_map from tensor names to file names; download it again.")
     return weight_map
 
 
 def _read_file(path: Path) -> _File:
+    if path.suffix.lower() in PICKLE_SUFFIXES:
+        raise CheckpointError(f"{path}: pickled checkpoints are never opened, since they can run code; use a .safetensors file.")
     identity = FileIdentity.of(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is not a file; check the name and the model folders.")
     try:
         with path.open("rb") as file:
             raw = _header_bytes(path, file.read(8), identity.size, file)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from error
-    header = _parsed(path, raw)
+        raise _unopened(path, error) from error
+    header = _table(path, raw, "its header")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{path}: its __metadata__ is not a table of strings; the file is damaged, download it again.")
@@ -193,39 +200,43 @@ def _read_file(path: Path) -> _File:
 
 
 def _header_bytes(path: Path, prefix: bytes, size: int, file: Any) -> bytes:
-    if prefix.startswith(b"version "):
-        raise CheckpointError(f"{path}: is a Git LFS pointer, not the weights; fetch the file itself (git lfs pull).")
-    if prefix.lstrip()[:1] == b"<":
-        raise CheckpointError(f"{path}: is a web page, not the weights; download the file again.")
-    if prefix[:2] in (b"PK", b"\x80\x02", b"\x80\x04"):
-        raise CheckpointError(
-            f"{path}: is a pickled checkpoint under another name, which is never opened; use a safetensors file."
-        )
     length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:  # only then is it something else: "PK" and "<" also begin the lengths of sound headers
+        raise CheckpointError(f"{path}: {_what_begins_with(prefix)}")
     if len(prefix) < 8 or length > size - 8:
         raise CheckpointError(f"{path}: is truncated or not a safetensors file ({size} bytes); download it again.")
-    if length > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{path}: claims a header of {length} bytes, more than the format allows; download it again.")
     raw: bytes = file.read(length)
     return raw
 
 
-def _parsed(path: Path, raw: bytes) -> dict[str, Any]:
+def _what_begins_with(prefix: bytes) -> str:
+    if prefix.startswith(b"version "):
+        return "is a Git LFS pointer, not the weights; fetch the file itself (git lfs pull)."
+    if prefix.lstrip().startswith(b"<"):
+        return "is a web page, not the weights; download the file again."
+    if prefix.startswith((b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        return "is a pickled checkpoint under another name, which is never opened; use a safetensors file."
+    return f"claims a header of {int.from_bytes(prefix, 'little')} bytes, more than the format allows; download it again."
+
+
+def _table(path: Path, raw: bytes, what: str) -> dict[str, Any]:
+    """The JSON object that ``raw`` spells. JSON would take the last of two equal names; here both count as damage."""
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
-            raise CheckpointError(f"{path}: its header names a tensor twice; the file is damaged, download it again.")
+            raise CheckpointError(f"{path}: {what} has a name twice; the file is damaged, download it again.")
         return table
 
     try:
-        header = json.loads(raw, object_pairs_hook=unique)
+        table = json.loads(raw, object_pairs_hook=unique)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its header is not valid JSON; the file is damaged, download it again.") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: its header is not a table of tensors; the file is damaged, download it again.")
-    return header
+        raise CheckpointError(f"{path}: {what} is not valid JSON; the file is damaged, download it again.") from error
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{path}: {what} is not a table of names; the file is damaged, download it again.")
+    return table
 
 
 def _entry(path: Path, name: str, spec: Any, data_start: int) -> TensorEntry:
@@ -233,9 +244,9 @@ def _entry(path: Path, name: str, spec: Any, data_start: int) -> TensorEntry:
         dtype, shape, (begin, end) = spec["dtype"], tuple(spec["shape"]), spec["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: the header entry of tensor {name} is malformed; download the file again.") from error
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise CheckpointError(f"{path}: tensor {name} has the unknown dtype {dtype!r}; use a file in a published precision.")
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, begin, end)):
         raise CheckpointError(f"{path}: tensor {name} has a shape or offsets that are no whole numbers; download the file again.")
     nbytes = prod(shape) * DTYPE_BYTES[dtype]
     if end - begin != nbytes:

@@ -106,35 +106,43 @@ class Component:
         """Read the missing weights of the parts. Raises CheckpointError, or what ``on_bytes`` raises; then nothing is kept."""
         self.checkpoint.verify_unchanged()
         missing = [slot for slot in self._slots_of(request.parts) if slot.name not in self._prints]
-        with torch.inference_mode(False):  # inference tensors have no version counter, and recompile at every refill
-            tensors = {slot.name: torch.empty(slot.shape, dtype=slot.dtype, device=self.device) for slot in missing}
-            self._track(tensors.values())
-            self._read(tensors, request)
-            for slot in missing:
-                self._prints[slot.name] = Fingerprint.of(slot.put(tensors.pop(slot.name)))
+        try:
+            with torch.inference_mode(False):  # inference tensors have no version counter, and recompile at every refill
+                tensors = {slot.name: torch.empty(slot.shape, dtype=slot.dtype, device=self.device) for slot in missing}
+                self._track(tensors.values())
+                self._read(tensors, request)
+                self.checkpoint.verify_unchanged()  # nor was it while it was read
+                for slot in missing:
+                    self._prints[slot.name] = Fingerprint.of(slot.put(tensors.pop(slot.name)))
+        except BaseException:
+            self._empty(missing)
+            raise
 
     def drop(self) -> None:
         """Put the empty stand-ins back; nothing of ours holds a weight afterwards."""
-        for slot in self._slots.values():
-            slot.clear()
-        self._prints.clear()
+        self._empty(self._slots.values())
 
     def shrink(self, nbytes: int) -> int:
         """A whole component cannot give back a piece of itself."""
         return 0
 
     def live_bytes(self) -> int:
-        self._storages = [(storage, n) for storage, n in self._storages if not storage.expired()]  # type: ignore[no-untyped-call]
-        return sum(n for _, n in self._storages)
+        return sum(nbytes for _, nbytes in self._living())
 
     def dirty(self) -> str | None:
         """The first weight that is not as it was filled, in words."""
+        present = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         for name, known in self._prints.items():
-            difference = known.difference(self._slots[name].tensor)
+            difference = known.difference(present.get(name))
             if difference is not None:
                 return f"{name} {difference}"
-        strangers = {n for n, _ in self.module.named_parameters()} - self._slots.keys()
+        strangers = present.keys() - self._slots.keys()
         return f"{min(strangers)} was added" if strangers else None
+
+    def _empty(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            slot.clear()
+            self._prints.pop(slot.name, None)
 
     def _slots_of(self, parts: Parts) -> list[Slot]:
         unknown = parts - self.parts
@@ -154,7 +162,11 @@ class Component:
 
     def _track(self, tensors: Iterable[Tensor]) -> None:
         storages = [tensor.untyped_storage() for tensor in tensors]
-        self._storages += [(StorageWeakRef(s), s.nbytes()) for s in storages]  # type: ignore[no-untyped-call]
+        new = [(StorageWeakRef(s), s.nbytes()) for s in storages]  # type: ignore[no-untyped-call]
+        self._storages = [*self._living(), *new]
+
+    def _living(self) -> list[tuple[StorageWeakRef, int]]:
+        return [(storage, n) for storage, n in self._storages if not storage.expired()]  # type: ignore[no-untyped-call]
 
     def _read(self, tensors: Mapping[str, Tensor], request: FillRequest) -> None:
         self.reader.read([copy for name, tensor in tensors.items() for copy in self._copies(name, tensor)], request.on_bytes)
@@ -170,8 +182,8 @@ class Component:
         position = 0
         for rows in self._recipes[name].rows:
             entry = self.checkpoint.tensors[rows.source]
-            length = self._num_elements(rows)
-            nbytes = length * STORED_DTYPES[entry.dtype].itemsize
+            nbytes = self._num_rows(rows) * entry.row_bytes
+            length = nbytes // STORED_DTYPES[entry.dtype].itemsize
             yield Copy(entry, rows.start * entry.row_bytes, nbytes, flat[position : position + length])
             position += length
 
@@ -199,18 +211,25 @@ class Component:
                 raise CheckpointError(f"{where} needs the tensor {source}, which the file lacks; download it again.")
             if not STORED_DTYPES.get(entry.dtype, torch.bool).is_floating_point:
                 raise CheckpointError(f"{where} is stored as {entry.dtype} in {source}, which cannot be cast to {slot.dtype}.")
-        if sum(self._num_elements(rows) for rows in recipe.rows) != slot.shape.numel():
+        if not self._has_shape(recipe.rows, slot.shape):
             shapes = [list(self.checkpoint.tensors[rows.source].shape) for rows in recipe.rows]
             raise CheckpointError(f"{where} should have the shape {list(slot.shape)}, the file has {shapes}.")
 
-    def _num_elements(self, rows: RowRange) -> int:
-        """Elements of a row range; 0 if it reaches beyond the stored tensor."""
-        entry = self.checkpoint.tensors[rows.source]
-        num_rows = entry.shape[0] if entry.shape else 1
-        count = num_rows - rows.start if rows.count is None else rows.count
-        if rows.start + count > num_rows:
-            return 0
-        return count * entry.row_bytes // STORED_DTYPES[entry.dtype].itemsize
+    def _has_shape(self, ranges: Sequence[RowRange], shape: torch.Size) -> bool:
+        """Whether the ranges lie within their stored tensors and, one below the other, have this shape."""
+        stored = [self.checkpoint.tensors[rows.source].shape for rows in ranges]
+        if not shape:
+            return stored == [()]
+        if any(whole[1:] != shape[1:] or not whole for whole in stored):
+            return False
+        is_within = all(rows.start + self._num_rows(rows) <= whole[0] for rows, whole in zip(ranges, stored, strict=True))
+        return is_within and sum(map(self._num_rows, ranges)) == shape[0]
+
+    def _num_rows(self, rows: RowRange) -> int:
+        if rows.count is not None:
+            return rows.count
+        shape = self.checkpoint.tensors[rows.source].shape
+        return (shape[0] if shape else 1) - rows.start
 
     def _require_filled(self, parts: Parts) -> AbstractContextManager[Any]:
         if not parts <= self.resident_parts():
@@ -221,8 +240,9 @@ class Component:
 
 
 def _slots_by_part(slots: Mapping[str, Slot], declared: Mapping[str, tuple[str, ...]]) -> dict[str, list[Slot]]:
-    """Slots of every declared part. Raises ValueError for a slot in no part: it would never be filled."""
+    """Slots of every declared part that has any. Raises ValueError for a slot in no part: it would never be filled."""
     by_part = {part: [s for n, s in slots.items() if n.startswith(prefixes)] for part, prefixes in declared.items()}
+    by_part = {part: members for part, members in by_part.items() if members}
     homeless = slots.keys() - {slot.name for members in by_part.values() for slot in members}
     if homeless:
         raise ValueError(f"{min(homeless)} belongs to no part of {sorted(by_part)}.")

@@ -42,5 +42,5 @@ class Fingerprint:
 
 def _samples(tensor: Tensor) -> bytes:
     flat = tensor.detach().reshape(-1)
-    step = max(1, flat.numel() // NUM_SAMPLES)
-    return bytes(flat[::step][: NUM_SAMPLES + 1].cpu().contiguous().view(torch.uint8).numpy())
+    step = max(1, -(-flat.numel() // NUM_SAMPLES))  # rounded up: the samples reach to the end
+    return bytes(flat[::step].cpu().contiguous().view(torch.uint8).numpy())

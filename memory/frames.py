@@ -15,4 +15,4 @@ def forget_locals(error: BaseException) -> None:
             continue
         seen.add(id(current))
         traceback.clear_frames(current.__traceback__)
-        pending += [current.__cause__, current.__context__]
+        pending += [current.__cause__, current.__context__, *getattr(current, "exceptions", ())]

@@ -1,7 +1,8 @@
 """Who may still touch which resource, read from the wiring of a prompt. Pure: no host, no torch, no side effects.
 
-A resource enters the graph at a loader's output. From there it may travel through any node whose outputs can carry it: a switch,
-a reroute, a node of another pack. Values of plain types (pictures, latents, numbers, ...) carry no model, so the trail ends there.
+A resource enters the graph at a loader's output. From there it may travel through any node whose outputs can carry it: a
+switch, a reroute, a node of another pack. Values of plain types (pictures, latents, numbers, ...) carry no model, so the trail
+ends there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ PLAIN_TYPES = frozenset(
 )
 
 Key = Hashable
+ANY: Key = "any resource"  # of a loader whose inputs are computed: it may turn out to load anything
 Output = tuple[str, int]  # (node id, slot)
 Reason = Literal["direct wire", "passed through", "constant in an expansion", "unknown class"]
 

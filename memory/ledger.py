@@ -75,7 +75,8 @@ class Ledger:
         self.sample()
 
     def of_run(self, run: int) -> list[Event]:
-        return [event for event in self.events if event.run == run]
+        with self._lock:
+            return [event for event in self.events if event.run == run]
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:

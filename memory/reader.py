@@ -184,7 +184,10 @@ class _Files:
         position = entry.offset + start
         filled = 0
         while filled < len(buffer):
-            count = _read_at(descriptor, buffer[filled:], position + filled)
+            try:
+                count = _read_at(descriptor, buffer[filled:], position + filled)
+            except OSError as error:
+                raise CheckpointError(f"{entry.path}: cannot be read ({error.strerror}); check the disk.") from error
             if count == 0:
                 raise CheckpointError(
                     f"{entry.path}: ends inside tensor {entry.name}; the file was cut short, download it again."

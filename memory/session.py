@@ -6,15 +6,13 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol
+from typing import Any, Protocol
 
-from .graph import Classes, Key, Node, Output, Trail, trails
+from .graph import ANY, Key, Node, Output, Trail, trails
 from .resource import Resource
 from .store import Store
 
 log = logging.getLogger("lazy_h3")
-
-P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -40,19 +38,19 @@ class Prompt(Protocol):
 
     def classes(self, class_type: str) -> Any: ...
     def sources(self, nodes: Mapping[str, Node]) -> Mapping[Output, Key]:
-        """Loader outputs and the identities of their resources."""
+        """Loader outputs and the identities of their resources; ANY where the loader's inputs are not known yet."""
 
 
 Keeps = Callable[[Resource], str | None]  # why a resource stays for the next prompt, or None
 
 
-def _contained(method: Callable[Concatenate[Session, P], None]) -> Callable[Concatenate[Session, P], None]:
+def _contained(method: Callable[..., None]) -> Callable[..., None]:
     """An exception in an event would kill the host's worker thread; a lost event only costs time."""
 
     @functools.wraps(method)
-    def call(self: Session, *args: P.args, **kwargs: P.kwargs) -> None:
+    def call(self: Session, *args: Any) -> None:
         try:
-            method(self, *args, **kwargs)
+            method(self, *args)
         except Exception:
             if not self._has_failed:
                 log.exception(
@@ -122,8 +120,8 @@ class Session:
         return self._remaining(resource, self.prompt.may_run() - self.finished)
 
     def _remaining(self, resource: Resource, may_run: set[str]) -> set[str]:
-        trail = self._trails.get(resource.identity)
-        return set() if trail is None else trail.consumers.keys() & may_run
+        known = (self._trails.get(key) for key in (resource.identity, ANY))
+        return {node for trail in known if trail is not None for node in trail.consumers.keys() & may_run}
 
     def _release(self, resource: Resource, reason: str) -> None:
         why_kept = self._keeps(resource)

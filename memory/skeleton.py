@@ -7,7 +7,6 @@ memory without an error. So an emptied slot holds a tensor whose every use but q
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -162,11 +161,13 @@ def _acquiring(method: Callable[..., Any], parts: frozenset[str]) -> Callable[..
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self._acquire(parts):
-            return method(self, *args, **kwargs)
+            result = method(self, *args, **kwargs)
+        return _iterated(self._acquire, parts, result) if isinstance(result, Iterator) else result
 
-    @functools.wraps(method)
-    def iterate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._acquire(parts):
-            yield from method(self, *args, **kwargs)
+    return call
 
-    return iterate if inspect.isgeneratorfunction(method) else call
+
+def _iterated(acquire: Acquire, parts: frozenset[str], results: Iterator[Any]) -> Iterator[Any]:
+    """What a method computes bit by bit needs its parts for as long as it is asked for more."""
+    with acquire(parts):
+        yield from results

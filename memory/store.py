@@ -70,6 +70,7 @@ class Store:
         self.on_use: list[Callable[[Resource], None]] = []
         self.on_fill: list[OnFill] = []
         self.before_fill: list[Callable[[Resource, int], None]] = []
+        self.last_refusal: MemoryRefused | None = None
         self._known: weakref.WeakValueDictionary[Identity, Resource] = weakref.WeakValueDictionary()
         self._entries: dict[Identity, _Entry] = {}  # strong references: what is pinned or not absent
         self._haunted: list[Resource] = []  # dropped, but somebody else still holds weights
@@ -268,7 +269,8 @@ class Store:
             "raise the budget or use smaller files." if self.budget is not None else "close other programs or use smaller files."
         )
         self.ledger.record("refuse", resource.name, need, f"{have} bytes available")
-        raise MemoryRefused(resource.name, need, have, remedy)
+        self.last_refusal = MemoryRefused(resource.name, need, have, remedy)
+        raise self.last_refusal
 
     def _room(self, device: torch.device) -> int:
         """Bytes that weights on ``device`` may still take, with what other fills have reserved counted as taken."""

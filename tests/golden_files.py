@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lazy_h3.h3.formats import Layout, Recipe
+from lazy_h3.h3.formats import Layout, Recipe, Rows
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -77,14 +77,17 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, Info]:
     return {name: Info(tuple(t.shape), DTYPE_NAMES.get(t.dtype, str(t.dtype))) for name, t in tensors.items()}
 
 
+def rows_of(tensor: Tensor, rows: Rows) -> Tensor:
+    if rows.count is None:
+        return tensor[rows.start :] if tensor.dim() else tensor
+    return tensor[rows.start : rows.start + rows.count]
+
+
 def cooked(recipe: Recipe, tensors: Mapping[str, Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A recipe in plain torch, independent of the reader."""
     if recipe.values is not None:
         return torch.tensor(recipe.values, dtype=dtype).reshape(shape)
-    ends = [None if r.count is None else r.start + r.count for r in recipe.rows]
-    pieces = [
-        tensors[r.source][r.start : end] if tensors[r.source].dim() else tensors[r.source] for r, end in zip(recipe.rows, ends)
-    ]
+    pieces = [rows_of(tensors[r.source], r) for r in recipe.rows]
     result = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).reshape(shape).to(dtype).clone()
     if recipe.finish is not None:
         recipe.finish(result, {name: tensors[name] for name in recipe.extra})

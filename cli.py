@@ -1,0 +1,187 @@
+"""The ``lazy-h3`` command: demo, run, inspect, make-checkpoint, bench.
+
+Exit codes: 0 done, 1 a run that failed, 2 bad usage or bad input (one line on stderr; ``--debug`` for the traceback).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+OK, FAILED, BAD_INPUT = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    options = _parser().parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    try:
+        return options.command(options)
+    except (ValueError, OSError) as error:
+        if options.debug:
+            raise
+        print(f"lazy-h3: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("lazy-h3", description="MiniMax-H3 with no more memory than it needs.")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_run(commands)
+    _add_inspect(commands)
+    _add_make_checkpoint(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
+    demo = commands.add_parser("demo", help="make a tiny random model and run text to video with it")
+    demo.set_defaults(command=_demo)
+    _add_run_options(demo, policy="free")
+
+
+def _add_run(commands: Any) -> None:
+    run = commands.add_parser("run", help="run a workflow without ComfyUI")
+    run.set_defaults(command=_run)
+    run.add_argument("workflow", type=Path, help="API-format or canvas JSON")
+    run.add_argument("--set", action="append", default=[], metavar="NODE.INPUT=VALUE", help="change a widget value")
+    run.add_argument(
+        "--models", action="append", default=[], type=Path, metavar="DIR", help="folder with text_encoders, vae, ..."
+    )
+    run.add_argument("--repeat", type=_positive, default=1, metavar="N", help="run the workflow N times")
+    run.add_argument("--cache", choices=["ram", "classic", "lru", "none"], default="ram", help="how long node outputs are kept")
+    _add_run_options(run, policy="auto")
+
+
+def _add_run_options(parser: argparse.ArgumentParser, policy: str) -> None:
+    parser.add_argument("--out", type=Path, default=Path("output"), metavar="DIR", help="where results and report.json go")
+    parser.add_argument("--budget", type=_size, metavar="SIZE", help="cap on weight bytes, such as 24GiB")
+    parser.add_argument(
+        "--policy", choices=["auto", "free", "keep"], default=policy, help="what happens to weights after their last use"
+    )
+    parser.add_argument("--memory", type=_size, metavar="SIZE", help="behave as on a machine with this much memory")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _add_inspect(commands: Any) -> None:
+    inspect = commands.add_parser("inspect", help="say what a file or folder is, from its headers")
+    inspect.set_defaults(command=_inspect)
+    inspect.add_argument("path", type=Path)
+    inspect.add_argument("--json", action="store_true")
+
+
+def _add_make_checkpoint(commands: Any) -> None:
+    make = commands.add_parser("make-checkpoint", help="write a model with random weights under real names")
+    make.set_defaults(command=_make_checkpoint)
+    make.add_argument("folder", type=Path, metavar="DIR")
+    make.add_argument("--preset", choices=["tiny", "replica"], required=True)
+    make.add_argument("--scale", type=float, default=50.0, metavar="N", help="replica: total bytes are the real model's over N")
+    make.add_argument("--layout", choices=["single-file", "folder"], default="single-file")
+    make.add_argument("--seed", type=int, default=0)
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure loading and freeing")
+    bench.set_defaults(command=_bench)
+    bench.add_argument("what", choices=["load", "release"])
+    bench.add_argument("--size", type=_size, default=2 << 30, metavar="SIZE", help="of the test file (default 2GiB)")
+    bench.add_argument("--repeat", type=_positive, default=3, metavar="N")
+    bench.add_argument("--dir", type=Path, metavar="DIR", help="where the test file goes (default: the cache folder)")
+    bench.add_argument("--json", action="store_true")
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from .commands.demo import run_demo
+
+    return _reported(run_demo(_run_options(options)), options.json)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from .commands.run import changed, load_workflow, run_workflow
+
+    chosen = _run_options(options, models=options.models, repeat=options.repeat, cache=options.cache)
+    prompt = changed(load_workflow(options.workflow), _settings(options.set))
+    return _reported(run_workflow(prompt, chosen), options.json)
+
+
+def _run_options(options: argparse.Namespace, **more: Any) -> Any:
+    from .commands.run import RunOptions
+
+    return RunOptions(out=options.out, budget=options.budget, policy=options.policy, memory=options.memory, **more)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from .commands.inspect_path import inspect_path, shown
+
+    found = inspect_path(options.path)
+    _print(found, shown(found), options.json)
+    return BAD_INPUT if any(entry["refused"] for entry in found["checkpoints"]) else OK
+
+
+def _make_checkpoint(options: argparse.Namespace) -> int:
+    from .commands.make_checkpoint import make_checkpoint
+    from .commands.presets import replica, tiny
+
+    preset = tiny() if options.preset == "tiny" else replica(options.scale)
+    for path in make_checkpoint(options.folder, preset, options.layout, options.seed):
+        print(f"{path}  {path.stat().st_size} bytes")
+    return OK
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from .commands import bench
+    from .commands.demo import cache_folder
+
+    path = bench.make_file((options.dir or cache_folder()) / f"bench-{options.size}.safetensors", options.size)
+    measure = bench.bench_load if options.what == "load" else bench.bench_release
+    found = measure(path, options.repeat)
+    _print(found, bench.shown(found), options.json)
+    return OK if found["ok"] else FAILED
+
+
+def _reported(report: Any, as_json: bool) -> int:
+    from .commands.summary import summary
+
+    _print(report.as_dict(), summary(report), as_json)
+    if report.status == "ok":
+        return OK
+    print(f"lazy-h3: {report.message}", file=sys.stderr)
+    return BAD_INPUT if report.is_bad_input else FAILED
+
+
+def _print(document: dict[str, Any], lines: Iterable[str], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(document))
+    else:
+        print(*lines, sep="\n")
+
+
+def _settings(pairs: Sequence[str]) -> dict[str, str]:
+    settings = dict(pair.partition("=")[::2] for pair in pairs)
+    for pair in pairs:
+        target, equals, _ = pair.partition("=")
+        if not equals or "." not in target:
+            raise ValueError(f"--set {pair}: write it as NODE.INPUT=VALUE, such as 5.seed=7.")
+    return settings
+
+
+def _size(text: str) -> int:
+    from .commands.units import parsed_bytes
+
+    try:
+        return parsed_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on.")
+    return int(text)

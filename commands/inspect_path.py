@@ -1,0 +1,69 @@
+"""``inspect``: what a file or folder is, from headers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..h3.formats import FormatError
+from ..memory.checkpoint import CheckpointError, open_checkpoint
+from ..nodes.catalogue import identified
+from ..nodes.load import LazyH3FolderLoader
+
+MAX_LISTED = 20
+
+
+def inspect_path(path: Path) -> dict[str, Any]:
+    """{"path", "checkpoints": [...]}, an entry for each component. A refused one has "refused" with the reason."""
+    return {"path": str(path), "checkpoints": [_described(part) for part in _parts(path)]}
+
+
+def _parts(path: Path) -> Iterator[Path]:
+    """The component folders of a Hugging Face model, else the path itself."""
+    folders = [path / name for _, name in LazyH3FolderLoader.SUBFOLDERS if (path / name / "config.json").is_file()]
+    yield from folders or [path]
+
+
+def _described(path: Path) -> dict[str, Any]:
+    entry: dict[str, Any] = {"path": str(path), "component": None, "refused": None}
+    try:
+        checkpoint = open_checkpoint(path)
+        precisions: Counter[str] = Counter()
+        for tensor in checkpoint.tensors.values():
+            precisions[tensor.dtype] += tensor.nbytes
+        entry |= {
+            "tensors": len(checkpoint.tensors),
+            "bytes": checkpoint.nbytes,
+            "files": len(checkpoint.files),
+            "precision": dict(precisions.most_common()),
+        }
+        layout = identified(path, checkpoint)
+    except (CheckpointError, FormatError) as error:
+        return entry | {"refused": str(error)}
+    ignored = sorted(layout.ignored.items())
+    return entry | {
+        "component": layout.kind,
+        "layout": layout.layout,
+        "variant": layout.variant,
+        "ignored_tensors": len(ignored),
+        "ignored_bytes": sum(checkpoint.tensors[name].nbytes for name, _ in ignored),
+        "ignored": dict(ignored[:MAX_LISTED]),
+    }
+
+
+def shown(found: dict[str, Any]) -> Iterator[str]:
+    """The findings as lines for people."""
+    for entry in found["checkpoints"]:
+        yield entry["path"]
+        if entry["component"]:
+            yield f"  {entry['component']}, {entry['layout']} layout, variant {entry['variant']}"
+        if "bytes" in entry:
+            precisions = ", ".join(f"{name} {nbytes / (1 << 30):.2f} GiB" for name, nbytes in entry["precision"].items())
+            yield f"  {entry['tensors']} tensors in {entry['files']} file(s): {precisions}"
+        if entry.get("ignored_tensors"):
+            reasons = "; ".join(sorted(set(entry["ignored"].values())))
+            yield f"  {entry['ignored_tensors']} tensors are never read ({reasons})"
+        if entry["refused"]:
+            yield f"  refused: {entry['refused']}"

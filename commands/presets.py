@@ -1,0 +1,188 @@
+"""Configurations of checkpoints with random weights: tiny ones, and replicas that keep the proportions of the real model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..h3.audio_vae import AudioVAE
+from ..h3.config import AudioVAEConfig, DiTConfig, TextEncoderConfig, VideoVAEConfig, VisionConfig
+from ..h3.dit import DiT
+from ..h3.text_encoder import TextEncoder
+from ..h3.video_vae import VideoVAE
+
+GIB = 1 << 30
+REAL_BYTES = {"text_encoder": 48.0 * GIB, "dit": 65.5 * GIB, "video_vae": 9.7 * GIB, "audio_vae": 0.6 * GIB}
+FILE_DTYPES = {"text_encoder": torch.bfloat16, "dit": torch.bfloat16, "video_vae": torch.float32, "audio_vae": torch.float32}
+BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {
+    "text_encoder": TextEncoder,
+    "dit": DiT,
+    "video_vae": VideoVAE,
+    "audio_vae": AudioVAE,
+}
+SMALLEST_VOCABULARY = 264  # 256 bytes and the special tokens
+
+
+@dataclass(frozen=True)
+class ModelPreset:
+    """Configurations of all four components."""
+
+    text_encoder: TextEncoderConfig
+    dit: DiTConfig
+    video_vae: VideoVAEConfig
+    audio_vae: AudioVAEConfig
+
+    def components(self) -> dict[str, Any]:
+        return {kind: getattr(self, kind) for kind in BUILDERS}
+
+
+def tiny() -> ModelPreset:
+    """A model that a test can build in a moment: every mechanism, no size."""
+    vision = VisionConfig(
+        depth=3,
+        hidden_size=16,
+        num_heads=2,
+        intermediate_size=24,
+        num_position_embeddings=16,
+        deepstack_visual_indexes=(0, 1, 2),
+        out_hidden_size=16,
+    )
+    text_encoder = TextEncoderConfig(
+        hidden_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=24,
+        vocab_size=SMALLEST_VOCABULARY,
+        mrope_section=(2, 1, 1),
+        vision=vision,
+    )
+    dit = DiTConfig(
+        hidden_size=40,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=3,
+        attention_head_dim=32,
+        ffn_dim=48,
+        text_dim=16,
+        freq_dim=32,
+        time_embed_hidden_dim=40,
+        time_embed_dim=20,
+        rope_freq_dim=4,
+    )
+    video_vae = VideoVAEConfig(
+        block_out_channels=(8, 8, 8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+        decoder_num_layers=2,
+        decoder_num_attention_heads=2,
+        decoder_attention_head_dim=16,
+        decoder_ffn_mult=2,
+    )
+    audio_vae = AudioVAEConfig(
+        encoder_dim=4,
+        encoder_rates=(20, 40),
+        latent_dim=32,
+        num_attention_heads=4,
+        decoder_dim=16,
+        decoder_rates=(20, 40),
+        decoder_kernel_sizes=(40, 80),
+        resblock_kernel_sizes=(3,),
+        resblock_dilation_sizes=((1, 3),),
+    )
+    return ModelPreset(text_encoder, dit, video_vae, audio_vae)
+
+
+def replica(scale: float) -> ModelPreset:
+    """The real model with all layer counts and 1/``scale`` of its bytes: widths and vocabulary shrink.
+
+    Raises ValueError for a scale at which a component cannot be built that small.
+    """
+    text_encoder = _sized("text_encoder", scale, _text_encoder)
+    dit = _sized("dit", scale, lambda width: _dit(width, text_encoder.hidden_size))
+    return ModelPreset(text_encoder, dit, _sized("video_vae", scale, _video_vae), _sized("audio_vae", scale, _audio_vae))
+
+
+def num_bytes(kind: str, config: Any) -> int:
+    """Bytes of a component as its file stores it."""
+    with torch.device("meta"):
+        module = BUILDERS[kind](config)
+    stored = FILE_DTYPES[kind]
+    return sum(t.numel() * module.storage_dtype(name, stored).itemsize for name, t in module.state_dict().items())
+
+
+def _sized(kind: str, scale: float, config_of: Callable[[float], Any]) -> Any:
+    """The configuration whose file is nearest to the real one's bytes over ``scale``, by bisection of the width factor."""
+    target = REAL_BYTES[kind] / scale
+    low, high = 0.0, 1.2
+    if num_bytes(kind, config_of(low)) > 1.5 * target:
+        raise ValueError(
+            f"A {kind} of {target / (1 << 20):.1f} MiB is smaller than its layer counts allow; use a smaller --scale."
+        )
+    for _ in range(14):
+        middle = (low + high) / 2
+        low, high = (middle, high) if num_bytes(kind, config_of(middle)) < target else (low, middle)
+    return min(config_of(low), config_of(high), key=lambda config: abs(num_bytes(kind, config) - target))
+
+
+def _multiple(value: float, step: int) -> int:
+    return max(step, round(value / step) * step)
+
+
+def _text_encoder(width: float) -> TextEncoderConfig:
+    real = TextEncoderConfig()
+    kv_heads = max(1, round(real.num_key_value_heads * width))
+    hidden = _multiple(real.hidden_size * width, 16)
+    vision = replace(
+        VisionConfig(),
+        hidden_size=_multiple(1152 * width, 72),
+        num_heads=max(1, round(16 * width)),
+        intermediate_size=_multiple(4304 * width, 16),
+        num_position_embeddings=144,
+        out_hidden_size=hidden,
+    )
+    vision = replace(vision, hidden_size=72 * vision.num_heads)
+    return replace(
+        real,
+        hidden_size=hidden,
+        num_key_value_heads=kv_heads,
+        num_attention_heads=kv_heads * max(1, round(real.num_attention_heads * width / kv_heads)),
+        intermediate_size=_multiple(real.intermediate_size * width, 16),
+        vocab_size=max(SMALLEST_VOCABULARY, _multiple(real.vocab_size * width, 8)),
+        vision=vision,
+    )
+
+
+def _dit(width: float, text_dim: int) -> DiTConfig:
+    real = DiTConfig()
+    hidden = _multiple(real.hidden_size * width, 16)
+    return replace(
+        real,
+        hidden_size=hidden + 16 if hidden == text_dim else hidden,  # equal widths mean "already refined" to ComfyUI
+        num_attention_heads=max(1, round(real.num_attention_heads * width)),
+        ffn_dim=_multiple(real.ffn_dim * width, 16),
+        text_dim=text_dim,
+        time_embed_hidden_dim=_multiple(real.time_embed_hidden_dim * width, 16),
+        time_embed_dim=_multiple(real.time_embed_dim * width, 8),
+    )
+
+
+def _video_vae(width: float) -> VideoVAEConfig:
+    real = VideoVAEConfig()
+    channels = tuple(_multiple(c * width, 8) for c in real.block_out_channels)
+    heads = max(1, round(real.decoder_num_attention_heads * width))
+    return replace(real, block_out_channels=channels, norm_num_groups=8, decoder_num_attention_heads=heads)
+
+
+def _audio_vae(width: float) -> AudioVAEConfig:
+    real = AudioVAEConfig()
+    head_width = real.latent_channels  # the pool needs a multiple of it
+    return replace(
+        real,
+        encoder_dim=_multiple(real.encoder_dim * width, 2),
+        latent_dim=_multiple(real.latent_dim * width, head_width * real.num_attention_heads),
+        decoder_dim=_multiple(real.decoder_dim * width, 2 ** len(real.decoder_rates)),
+    )

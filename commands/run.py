@@ -1,0 +1,123 @@
+"""``run``: a workflow in the embedded host, with a report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..host.embedded.host import EmbeddedHost
+from ..host.embedded.port import EmbeddedPort
+from ..memory.ledger import Event
+from ..memory.store import Store
+from ..nodes import NODE_CLASS_MAPPINGS
+from ..nodes.runtime import Policy, Runtime, installed
+from .canvas import api_prompt
+from .report import Report, RunRecord, sampled_memory
+from .units import shown_bytes
+
+log = logging.getLogger("lazy_h3")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to run a workflow."""
+
+    out: Path = Path("output")
+    models: Sequence[Path] = ()
+    budget: int | None = None
+    policy: Policy = "auto"
+    repeat: int = 1
+    cache: str = "ram"
+    settings: Mapping[str, str] = field(default_factory=dict)  # "NODE.INPUT" -> value
+    memory: int | None = None  # pretended size of the pool
+
+
+def load_workflow(path: Path) -> dict[str, Any]:
+    """A workflow file as an API-format prompt; canvas files are converted. Raises ValueError, which says why it cannot be."""
+    try:
+        workflow = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); check the name of the workflow.") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: is not JSON; save the workflow again.") from error
+    if not isinstance(workflow, dict):
+        raise ValueError(f"{path}: is not a workflow; save it from ComfyUI, or export it in API format.")
+    if isinstance(workflow.get("nodes"), list):
+        return api_prompt(workflow, NODE_CLASS_MAPPINGS | dict(_core_classes()))
+    if not all(isinstance(node, dict) and "class_type" in node for node in workflow.values()) or not workflow:
+        raise ValueError(f"{path}: is neither a canvas workflow nor an API-format prompt; export it from ComfyUI again.")
+    return workflow
+
+
+def changed(prompt: dict[str, Any], settings: Mapping[str, str]) -> dict[str, Any]:
+    """The prompt with widget values replaced: "NODE.INPUT" -> JSON value, or text. Raises ValueError for an unknown node."""
+    prompt = {node: {**spec, "inputs": dict(spec.get("inputs", {}))} for node, spec in prompt.items()}
+    for target, text in settings.items():
+        node, _, name = target.rpartition(".")
+        if node not in prompt:
+            raise ValueError(f"--set {target}: the workflow has no node {node!r}; its nodes are {', '.join(prompt)}.")
+        prompt[node]["inputs"][name] = _value(text, prompt[node]["inputs"].get(name))
+    return prompt
+
+
+def run_workflow(prompt: Mapping[str, Any], options: RunOptions) -> Report:
+    """Run a prompt ``repeat`` times in a host of its own; writes outputs and ``report.json`` into ``options.out``."""
+    started = time.monotonic()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with _host(options) as (host, shared), sampled_memory() as memory:
+        report = Report(shared.store.ledger, shared.catalogue.kinds, budget=options.budget, memory=memory)
+        for number in range(options.repeat):
+            report.runs.append(_run_once(host, shared, prompt, number))
+            if report.runs[-1].result.status != "success":
+                break
+        report.refusal = shared.store.last_refusal
+    report.seconds = time.monotonic() - started
+    (options.out / "report.json").write_text(json.dumps(report.as_dict(), indent=2), "utf-8")
+    return report
+
+
+@contextmanager
+def _host(options: RunOptions) -> Iterator[tuple[EmbeddedHost, Runtime]]:
+    folders = {"output_directory": options.out, "input_directory": options.out / "input", "models": list(options.models)}
+    with EmbeddedHost(NODE_CLASS_MAPPINGS, cache=options.cache, **folders) as host:
+        store = Store(budget=options.budget, pretended_total=options.memory)
+        shared = Runtime(EmbeddedPort(host), store, policy=options.policy)
+        with installed(shared), store.ledger.observed(_log_event):
+            yield host, shared
+
+
+def _run_once(host: EmbeddedHost, shared: Runtime, prompt: Mapping[str, Any], number: int) -> RunRecord:
+    ledger = shared.store.ledger
+    ledger.begin_run(number)
+    started = ledger.now()
+    result = host.run(prompt)
+    return RunRecord(result, ledger.now() - started, ledger.peak_bytes)
+
+
+def _log_event(event: Event) -> None:
+    if event.event == "release":
+        after = f" after node {event.node}" if event.node else ""
+        log.info(
+            "%s: released %s%s, %s resident", event.component, shown_bytes(event.bytes), after, shown_bytes(event.resident_bytes)
+        )
+
+
+def _value(text: str, present: Any) -> Any:
+    if isinstance(present, str):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _core_classes() -> Mapping[str, type]:
+    from ..host.embedded.core_nodes import CORE_NODE_CLASSES
+
+    return CORE_NODE_CLASSES

@@ -1,0 +1,108 @@
+"""Where the pack meets a running prompt: attached by the first of our nodes that is touched, gone with the prompt.
+
+Nothing of the host is replaced. A progress handler, which the host calls for every node of every pack, gives start and finish
+events; a sleeping task on the prompt's own event loop, which the host cancels however the prompt ends, gives the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+from ..memory.session import Keeps, Session
+from ..memory.store import Store
+from .interface import Host
+from .prompt import RunningPrompt
+
+HANDLER_NAME = "lazy_h3"
+
+
+class Attachment:
+    """Keeps at most one session open: that of the running prompt."""
+
+    def __init__(self, host: Host, store: Store, keeps: Keeps = lambda _: None) -> None:
+        self.host = host
+        self.store = store
+        self.keeps = keeps
+        self.session: Session | None = None
+        self._finishing: str | None = None
+        store.on_use.append(lambda _: self.touch())
+        store.ledger.current_node = self._current_node
+
+    def touch(self) -> Session | None:
+        """Make sure that a session follows the running prompt. Called first thing by every node; cheap and idempotent."""
+        registry = self.host.progress_module.get_progress_state()
+        if not registry.prompt_id:
+            return None
+        if HANDLER_NAME in registry.handlers:
+            return self.session
+        self.close()
+        self.session = Session(RunningPrompt(registry, self.host), self.store, self.keeps)
+        registry.register_handler(_handler(self.host.progress_module.ProgressHandler, self))
+        self._post_sentinel(self.session)
+        self.session.begin()
+        return self.session
+
+    def started(self, node: str) -> None:
+        """The host begins a node."""
+        if self.session is not None:
+            self.session.started(node)
+
+    def finished(self, node: str) -> None:
+        """The host has finished a node; what is released now is released after it."""
+        if self.session is not None:
+            self._finishing = node
+            self.session.ended(node)
+            self._finishing = None
+
+    def close(self) -> None:
+        """End the open session, if there is one."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.end()
+
+    def _post_sentinel(self, session: Session) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # a foreign executor: the session ends at reset() or at the next touch()
+            return
+        task = loop.create_task(_sleep_until_cancelled(), name="lazy-h3-sentinel")
+        task.add_done_callback(lambda _: self.close() if self.session is session else session.end())
+
+    def _current_node(self) -> str | None:
+        executing = self.host.executing()
+        return executing[1] if executing else self._finishing
+
+
+async def _sleep_until_cancelled() -> None:
+    await asyncio.Event().wait()
+
+
+def _handler(base: type, attachment: Attachment) -> Any:
+    """A progress handler for the open session."""
+    handler = _handler_class(base)(HANDLER_NAME)
+    handler.attachment = attachment
+    return handler
+
+
+@functools.lru_cache(maxsize=4)
+def _handler_class(base: type) -> type:
+    class SessionHandler(base):  # type: ignore[misc, valid-type]
+        """Passes the host's events on. Never raises: sessions contain their own errors."""
+
+        attachment: Attachment
+
+        def start_handler(self, node_id: str, state: Any, prompt_id: str) -> None:
+            self.attachment.started(node_id)
+
+        def finish_handler(self, node_id: str, state: Any, prompt_id: str) -> None:
+            self.attachment.finished(node_id)
+
+        def update_handler(self, *_: Any, **__: Any) -> None:
+            """Progress inside a node is no event of ours."""
+
+        def reset(self) -> None:
+            self.attachment.close()
+
+    return SessionHandler

@@ -1,0 +1,128 @@
+"""Model files to components: header in, skeleton out, no weights."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..h3.formats import FormatError, Layout, recognise
+from ..h3.tokenizer import PromptTokenizer, find_tokenizer, load_tokenizer
+from ..memory.checkpoint import Checkpoint, CheckpointError, FileIdentity, open_checkpoint
+from ..memory.component import Component
+from ..memory.reader import STORED_DTYPES, Reader
+from ..memory.transforms import Cast
+
+MAX_COMPONENTS = 16  # skeletons are small, but files come and go
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+AS_STORED = "as stored"
+LOADERS = {
+    "text_encoder": ("text encoder", "Load text encoder (Lazy H3)"),
+    "dit": ("diffusion transformer", "Load DiT (Lazy H3)"),
+    "video_vae": ("video VAE", "Load video VAE (Lazy H3)"),
+    "audio_vae": ("audio VAE", "Load audio VAE (Lazy H3)"),
+    "tiny_vae": ("tiny preview VAE", "no loader yet"),
+}
+
+
+class Catalogue:
+    """Components by file and options; the same question gives the same component while its file is unchanged."""
+
+    def __init__(self, reader: Reader | None = None) -> None:
+        self._reader = reader or Reader()
+        self._components: OrderedDict[tuple[Any, ...], Component] = OrderedDict()
+        self.kinds: dict[str, str] = {}  # names of all components so far, for reports
+
+    def component(self, path: Path, kind: str, dtype: str, device: torch.device) -> Component:
+        """The component in ``path`` (a file, or the sub-folder of a Hugging Face model), which must be of ``kind``.
+
+        ``dtype``: "as stored", "bf16", "fp16" or "fp32". Raises CheckpointError or FormatError.
+        """
+        key = (FileIdentity.of(path), kind, dtype, str(device))
+        if key not in self._components or not _is_unchanged(self._components[key].checkpoint):
+            self._components[key] = self._built(path, kind, dtype, device)
+            self.kinds[self._components[key].name] = kind
+        self._components.move_to_end(key)
+        while len(self._components) > MAX_COMPONENTS:
+            self._components.popitem(last=False)
+        return self._components[key]
+
+    def _built(self, path: Path, kind: str, dtype: str, device: torch.device) -> Component:
+        checkpoint = open_checkpoint(path)
+        layout = identified(path, checkpoint)
+        if layout.kind != kind:
+            found, loader = LOADERS[layout.kind]
+            raise CheckpointError(f"{path}: is a {found}, not a {LOADERS[kind][0]}; use the node {loader}.")
+        cast = Cast(compute_dtype(dtype, checkpoint, device), _storage_dtype(layout))
+        return Component(
+            kind=kind,
+            name=f"{LOADERS[kind][0]} ({_short_name(path)})",
+            checkpoint=checkpoint,
+            build=layout.build,
+            recipes=layout.recipes,
+            cast=cast,
+            device=device,
+            reader=self._reader,
+        )
+
+
+def identified(path: Path, checkpoint: Checkpoint) -> Layout:
+    """What the checkpoint is. Raises FormatError, which names the file."""
+    try:
+        return recognise(checkpoint.tensors, checkpoint.metadata, hugging_face_config(path))
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+
+
+def hugging_face_config(path: Path) -> Mapping[str, Any] | None:
+    """The ``config.json`` beside the weights of a Hugging Face folder; None for a single file."""
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    if not path.is_dir() or not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise FormatError(f"{file}: is not valid JSON; download it again.") from error
+
+
+def compute_dtype(choice: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """The dtype of a loader's choice. As stored: that of most bytes, but fp32 for fp16 on CPUs, which compute it poorly."""
+    if choice != AS_STORED:
+        return DTYPES[choice]
+    totals: dict[str, int] = {}
+    for entry in checkpoint.tensors.values():
+        totals[entry.dtype] = totals.get(entry.dtype, 0) + entry.nbytes
+    stored = STORED_DTYPES[max(totals, key=totals.__getitem__)]
+    return torch.float32 if stored == torch.float16 and device.type == "cpu" else stored
+
+
+def tokenizer_of(component: Component, extra_folders: Iterable[Path]) -> PromptTokenizer:
+    """The tokenizer that belongs to a text encoder's files. Raises TokenizerError, which says where to get one."""
+    return _tokenizer_at(find_tokenizer(Path(component.checkpoint.path), tuple(extra_folders)))
+
+
+@functools.lru_cache(maxsize=4)
+def _tokenizer_at(path: Path) -> PromptTokenizer:
+    return load_tokenizer(path)
+
+
+def _short_name(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}" if path.is_dir() else path.stem
+
+
+def _storage_dtype(layout: Layout) -> Any:
+    with torch.device("meta"):
+        return type(layout.build()).storage_dtype
+
+
+def _is_unchanged(checkpoint: Checkpoint) -> bool:
+    try:
+        checkpoint.verify_unchanged()
+    except CheckpointError:
+        return False
+    return True

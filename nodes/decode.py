@@ -1,0 +1,98 @@
+"""Latents to pictures and sound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..h3.audio_vae import normalise_loudness
+from ..memory.handle import Handle
+from .load import CATEGORY
+from .runtime import runtime
+
+RULES = ["raw", "composited"]
+SINGLE_FRAMES = ["padded", "comfy"]
+
+
+class LazyH3DecodeVideo:
+    """Video latents to IMAGE, window by window."""
+
+    CATEGORY = CATEGORY
+    DESCRIPTION = "Decodes the video. Only the VAE's decoder is read; it is freed after the last decode."
+    FUNCTION = "decode"
+    RETURN_TYPES = ("IMAGE",)
+    RETURN_NAMES = ("images",)
+    OUTPUT_TOOLTIPS = ("All frames, 24 a second.",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "video_vae": ("LAZYH3_VIDEO_VAE", {"tooltip": "From a video VAE loader."}),
+                "latent": ("LATENT", {"tooltip": "An audio-video latent, or a video latent alone."}),
+            },
+            "optional": {
+                "tile_blending": (RULES, {"tooltip": "raw: as the official decoder. composited: smoother where tiles cross."}),
+                "single_frame": (
+                    SINGLE_FRAMES,
+                    {"tooltip": "For a lone latent frame. padded: with context. comfy: as core decodes it."},
+                ),
+            },
+        }
+
+    async def decode(
+        self, video_vae: Handle, latent: dict[str, Any], tile_blending: str = "raw", single_frame: str = "padded"
+    ) -> tuple[torch.Tensor]:
+        """Frames [F, H, W, 3] in [0, 1], fp32 on the CPU."""
+        shared = runtime()
+        shared.attachment.touch()
+        video = _stream(latent, 0)
+        report = shared.progress(1)
+        with video_vae.use("decoder", node=shared.host.executing()) as model, torch.inference_mode():
+            chunks = model.decode_stream(video, rule=tile_blending, single_frame=single_frame, on_window=report)
+            frames = torch.cat([chunk.cpu() for chunk in chunks])
+        return (frames,)
+
+
+class LazyH3DecodeAudio:
+    """Audio latents to AUDIO."""
+
+    CATEGORY = CATEGORY
+    DESCRIPTION = "Decodes the sound. Only the VAE's decoder is read; it is freed after the last decode."
+    FUNCTION = "decode"
+    RETURN_TYPES = ("AUDIO",)
+    RETURN_NAMES = ("audio",)
+    OUTPUT_TOOLTIPS = ("Stereo, 32 kHz.",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "audio_vae": ("LAZYH3_AUDIO_VAE", {"tooltip": "From an audio VAE loader."}),
+                "latent": ("LATENT", {"tooltip": "An audio-video latent, or an audio latent alone."}),
+            },
+            "optional": {
+                "limit_loudness": (
+                    "BOOLEAN",
+                    {"default": False, "tooltip": "Quieten loud clips as core's audio decode node does."},
+                ),
+            },
+        }
+
+    async def decode(self, audio_vae: Handle, latent: dict[str, Any], limit_loudness: bool = False) -> tuple[dict[str, Any]]:
+        """{"waveform": [1, 2, samples] fp32 on the CPU, "sample_rate": Hz}."""
+        shared = runtime()
+        shared.attachment.touch()
+        audio = _stream(latent, -1)
+        report = shared.progress(1)
+        with audio_vae.use("decoder", node=shared.host.executing()) as model, torch.inference_mode():
+            waveform = model.decode(audio, on_stage=report).cpu()
+        if limit_loudness:
+            waveform = normalise_loudness(waveform)
+        return ({"waveform": waveform, "sample_rate": audio_vae.config.sampling_rate},)
+
+
+def _stream(latent: dict[str, Any], index: int) -> torch.Tensor:
+    samples = latent["samples"]
+    return samples.unbind()[index] if getattr(samples, "is_nested", False) else samples

@@ -1,0 +1,94 @@
+"""What all nodes of the process share: the store, the catalogue of components, and the host they run in."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from ..host.attachment import Attachment
+from ..host.comfy.host import ComfyHost, is_comfy_running
+from ..host.interface import Host, Progress
+from ..memory.component import Component
+from ..memory.handle import Handle
+from ..memory.resource import Resource
+from ..memory.store import Store
+from .catalogue import Catalogue
+
+log = logging.getLogger("lazy_h3")
+
+Policy = Literal["auto", "free", "keep"]
+LOG_SECONDS = 2.0
+
+
+class Runtime:
+    """One host's components. ``policy``: what happens to a component after its last user (design: budget and policies)."""
+
+    def __init__(
+        self, host: Host, store: Store | None = None, catalogue: Catalogue | None = None, policy: Policy = "auto"
+    ) -> None:
+        self.host = host
+        self.store = store or Store()
+        self.catalogue = catalogue or Catalogue()
+        self.policy = policy
+        self.attachment = Attachment(host, self.store, self._keeps)
+        self.store.on_fill.append(_FillProgress(host))
+
+    def handle(self, component: Component) -> Handle:
+        """The handle that goes on a wire."""
+        return Handle(component, self.store)
+
+    def device(self) -> torch.device:
+        return self.host.device()
+
+    def progress(self, total: int) -> Progress:
+        """Progress of the executing node; raises the host's interrupt."""
+        return self.host.progress(total)
+
+    def _keeps(self, resource: Resource) -> str | None:
+        return "policy keep" if self.policy == "keep" else None
+
+
+class _FillProgress:
+    """Shows how far a fill is, and lets an interrupt through."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._next_log = 0.0
+
+    def __call__(self, resource: Resource, done: int, total: int) -> None:
+        self._host.raise_if_interrupted()
+        if self._host.executing() is not None:
+            self._host.progress(total)(done, total)
+        now = time.monotonic()
+        if now >= self._next_log:
+            self._next_log = now + LOG_SECONDS
+            log.info("%s: %d of %d MiB", resource.name, done >> 20, total >> 20)
+
+
+_installed: list[Runtime] = []
+
+
+def runtime() -> Runtime:
+    """The runtime of the host that is executing; inside ComfyUI it is made at the first question."""
+    if not _installed:
+        if not is_comfy_running():
+            raise RuntimeError("Lazy H3 nodes run inside ComfyUI or through the lazy-h3 command; no host is installed here.")
+        _installed.append(Runtime(ComfyHost()))
+    return _installed[-1]
+
+
+@contextmanager
+def installed(new: Runtime) -> Iterator[Runtime]:
+    """Inside the block, nodes of this process run in ``new``."""
+    _installed.append(new)
+    try:
+        yield new
+    finally:
+        _installed.remove(new)
+        new.attachment.close()
+        new.store.release_all("the host is closing", force=True)

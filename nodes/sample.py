@@ -1,0 +1,185 @@
+"""The empty audio-video latent and the sampler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..h3 import geometry, sampling
+from ..h3.config import FPS, STEREO, DiTConfig
+from ..memory.handle import Handle
+from .load import CATEGORY
+from .runtime import runtime
+
+CANVAS_MULTIPLE = 32
+TRAINED_SECONDS = (5.0, 15.1)
+NOISES = {"comfy": sampling.comfy_noise, "official": sampling.official_noise}
+SCHEDULES = {"official": sampling.Schedule.official, "simple": sampling.Schedule.comfy_simple}
+MAX_SEED = 0xFFFFFFFFFFFFFFFF
+
+
+class LazyH3EmptyLatent:
+    """Width, height and duration to a latent of zeros on the model's grids."""
+
+    CATEGORY = CATEGORY
+    DESCRIPTION = (
+        "An empty latent for video and sound. Durations snap up to the model's frame grid; the info output says to what."
+    )
+    FUNCTION = "make"
+    RETURN_TYPES = ("LATENT", "INT", "STRING")
+    RETURN_NAMES = ("latent", "frames", "info")
+    OUTPUT_TOOLTIPS = ("Core's nested audio-video latent.", "Number of video frames.", "What was asked for and what it becomes.")
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        side = {"min": 32, "max": 16384, "step": CANVAS_MULTIPLE}
+        return {
+            "required": {
+                "width": ("INT", {"default": 1344, **side, "tooltip": "Pixels, rounded down to a multiple of 32."}),
+                "height": ("INT", {"default": 768, **side, "tooltip": "Pixels, rounded down to a multiple of 32."}),
+                "duration": (
+                    "FLOAT",
+                    {
+                        "default": 5.0,
+                        "min": 0.1,
+                        "max": 3600.0,
+                        "step": 0.1,
+                        "tooltip": "In the unit below. Trained: 5 to 15 seconds.",
+                    },
+                ),
+                "unit": (["seconds", "frames"], {"default": "seconds", "tooltip": "24 frames are one second."}),
+            }
+        }
+
+    def make(self, width: int, height: int, duration: float, unit: str) -> tuple[dict[str, Any], int, str]:
+        """Zeros: video [1, 24, T, H/16, W/16] and audio [1, 32, 2, T_a]."""
+        runtime().attachment.touch()
+        frames = geometry.frames_of_duration(duration) if unit == "seconds" else geometry.aligned_frames(round(duration))
+        size = geometry.LatentSize.of_clip(frames, _snapped(height), _snapped(width))
+        model = DiTConfig()
+        video = torch.zeros(1, model.in_channels, size.frames, size.height, size.width)
+        audio = torch.zeros(1, model.audio_in_channels, STEREO, size.audio)
+        info = _delivery(f"{width} x {height}, {duration:g} {unit}", _snapped(width), _snapped(height), frames)
+        return {"samples": runtime().host.nested_latent(video, audio)}, frames, info
+
+
+class LazyH3Sampler:
+    """Both streams from noise to clean latents, with the official Euler steps."""
+
+    CATEGORY = CATEGORY
+    DESCRIPTION = "Samples video and sound together. The diffusion transformer is read now and freed after the last sampler."
+    FUNCTION = "sample"
+    RETURN_TYPES = ("LATENT",)
+    RETURN_NAMES = ("latent",)
+    OUTPUT_TOOLTIPS = ("The clean audio-video latent.",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        shift = {"min": 0.1, "max": 100.0, "step": 0.1}
+        return {
+            "required": {
+                "dit": ("LAZYH3_DIT", {"tooltip": "From a DiT loader."}),
+                "positive": ("CONDITIONING", {"tooltip": "The encoded prompt. H3 is guidance-distilled: there is no negative."}),
+                "latent": ("LATENT", {"tooltip": "An audio-video latent; its shape is the size of the result."}),
+                "seed": (
+                    "INT",
+                    {"default": 0, "min": 0, "max": MAX_SEED, "control_after_generate": True, "tooltip": "Seed of the noise."},
+                ),
+                "steps": (
+                    "INT",
+                    {"default": 49, "min": 1, "max": 1000, "tooltip": "Evaluations of the model. The official default is 49."},
+                ),
+            },
+            "optional": {
+                "video_shift": (
+                    "FLOAT",
+                    {"default": sampling.VIDEO_SHIFT, **shift, "tooltip": "Bends the video's noise schedule."},
+                ),
+                "audio_shift": (
+                    "FLOAT",
+                    {"default": sampling.AUDIO_SHIFT, **shift, "tooltip": "Bends the sound's noise schedule."},
+                ),
+                "schedule": (
+                    list(SCHEDULES),
+                    {"tooltip": "official: MiniMax's grid. simple: ComfyUI's table of 1000 noise levels."},
+                ),
+                "noise": (list(NOISES), {"tooltip": "Whose order of drawing noise: decides which pictures a seed means."}),
+                "denoise": (
+                    "FLOAT",
+                    {
+                        "default": 1.0,
+                        "min": 0.01,
+                        "max": 1.0,
+                        "step": 0.01,
+                        "tooltip": "Below 1: start from the latent's contents.",
+                    },
+                ),
+            },
+        }
+
+    async def sample(
+        self,
+        dit: Handle,
+        positive: list[Any],
+        latent: dict[str, Any],
+        seed: int,
+        steps: int,
+        video_shift: float = sampling.VIDEO_SHIFT,
+        audio_shift: float = sampling.AUDIO_SHIFT,
+        schedule: str = "official",
+        noise: str = "comfy",
+        denoise: float = 1.0,
+    ) -> tuple[dict[str, Any]]:
+        """The latent with both streams sampled, fp32 on the CPU. Raises ValueError for inputs that are not H3's."""
+        shared = runtime()
+        shared.attachment.touch()
+        states, options = _only_condition(positive)
+        start = _streams(latent)
+        plan = SCHEDULES[schedule](max(steps, round(steps / denoise)), video_shift, audio_shift).last(steps)
+        draw = NOISES[noise](start.video.shape, start.audio.shape, torch.Generator().manual_seed(seed))
+        report = shared.progress(steps)
+        with dit.use(node=shared.host.executing()) as model, torch.inference_mode():
+            result = sampling.sample(
+                model,
+                states,
+                options.get("minimax_token_tags"),
+                draw,
+                plan,
+                start=start if denoise < 1 else None,
+                on_step=lambda done, total, _: report(done, total),
+            )
+        return ({**latent, "samples": shared.host.nested_latent(result.video, result.audio)},)
+
+
+def _snapped(side: int) -> int:
+    return max(CANVAS_MULTIPLE, side // CANVAS_MULTIPLE * CANVAS_MULTIPLE)
+
+
+def _delivery(asked: str, width: int, height: int, frames: int) -> str:
+    seconds = frames / FPS
+    low, high = TRAINED_SECONDS
+    note = "" if low <= seconds <= high else " The model was trained on 5 to 15 seconds."
+    return f"Asked for {asked}; makes {width} x {height}, {frames} frames ({seconds:.2f} s).{note}"
+
+
+def _only_condition(positive: list[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    if len(positive) != 1:
+        raise ValueError(f"The sampler takes one condition, and {len(positive)} are combined; H3 has no way to mix them.")
+    states, options = positive[0]
+    unsupported = [name for name in ("minimax_keyframes", "minimax_refs") if options.get(name)]
+    if unsupported:
+        raise ValueError(f"The condition holds {unsupported[0]}, which this sampler does not take yet; use a text prompt alone.")
+    return states, options
+
+
+def _streams(latent: dict[str, Any]) -> sampling.Latents:
+    samples = latent["samples"]
+    if not getattr(samples, "is_nested", False):
+        raise ValueError("The latent holds no sound; use the node Empty audio-video latent (Lazy H3) or core's for MiniMax-H3.")
+    if latent.get("noise_mask") is not None:
+        raise ValueError("The latent has a noise mask, which this sampler does not take yet; remove the mask.")
+    video, audio = samples.unbind()[:2]
+    if video.shape[0] != 1:
+        raise ValueError(f"The latent is a batch of {video.shape[0]}; H3 makes one clip at a time.")
+    return sampling.Latents(video.float().cpu(), audio.float().cpu())
