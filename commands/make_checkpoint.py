@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..h3.config import AudioVAEConfig, TextEncoderConfig, VideoVAEConfig
 from ..h3.formats.recipe import Recipe
-from ..h3.formats.writing import stored_shapes, stored_tensors
+from ..h3.formats.header import source_shapes
+from ..h3.formats.writing import stored_tensors
 from .presets import BUILDERS, FILE_DTYPES, ModelPreset
 from .tiny_tokenizer import SPECIAL_TOKENS, tokenizer_json
 
@@ -56,7 +57,7 @@ def _write_component(path: Path, kind: str, config: Any, layout: LayoutName, gen
     recipes = _recipes(kind, config, is_folder, statistics)
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     dtypes = {name: module.storage_dtype(name, FILE_DTYPES[kind]) for name in shapes}
-    tensors = {s: (dtypes[n], shape) for n in shapes for s, shape in stored_shapes(recipes[n], shapes[n]).items()}
+    tensors = {s: (dtypes[n], shape) for n in shapes for s, shape in source_shapes(recipes[n], shapes[n]).items()}
     numbers = stated_config(kind, config, statistics)
     metadata = {} if is_folder else {"config": json.dumps(numbers)}
     if is_folder:

@@ -120,7 +120,7 @@ def _sized(kind: str, scale: float, config_of: Callable[[float], Any]) -> Any:
     low, high = 0.0, 1.2
     if num_bytes(kind, config_of(low)) > 1.5 * target:
         raise ValueError(
-            f"A {kind} of {target / (1 << 20):.1f} MiB is smaller than its layer counts allow; use a smaller --scale."
+            f"--scale {scale:g} asks for a {kind} of {target / (1 << 20):.1f} MiB, less than its layers take at any width; use less."
         )
     for _ in range(14):
         middle = (low + high) / 2
@@ -179,10 +179,11 @@ def _video_vae(width: float) -> VideoVAEConfig:
 
 def _audio_vae(width: float) -> AudioVAEConfig:
     real = AudioVAEConfig()
-    head_width = real.latent_channels  # the pool needs a multiple of it
+    heads = max(1, round(real.num_attention_heads * width))
     return replace(
         real,
         encoder_dim=_multiple(real.encoder_dim * width, 2),
-        latent_dim=_multiple(real.latent_dim * width, head_width * real.num_attention_heads),
+        num_attention_heads=heads,
+        latent_dim=_multiple(real.latent_dim * width, heads * real.latent_channels),  # pooled to that many
         decoder_dim=_multiple(real.decoder_dim * width, 2 ** len(real.decoder_rates)),
     )

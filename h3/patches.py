@@ -59,23 +59,23 @@ def image_size(size: Size, factor: int, limits: Limits) -> Size:
 def video_size(num_frames: int, size: Size, factor: int, limits: Limits) -> Size:
     """One size for all ``num_frames`` sampled frames, whose areas together are within ``limits``; frames count in pairs."""
     enlarged = max(1.0, factor / min(size))
-    return _fitted(
-        (int(size[0] * enlarged), int(size[1] * enlarged)), factor, limits, num_frames, max(2, round(num_frames / 2) * 2)
-    )
+    at_least_factor = (int(size[0] * enlarged), int(size[1] * enlarged))
+    return _fitted(at_least_factor, factor, limits, num_frames, num_counted=max(2, round(num_frames / 2) * 2))
 
 
 def image_block(image: Tensor, config: VisionConfig, policy: PixelPolicy = OFFICIAL) -> FrameBlock:
     """[H, W, 3], uint8 or float in 0..1; a still image fills every frame of its block."""
-    size = image_size(tuple(image.shape[:2]), _factor(config), policy.image_limits)
+    height, width, _ = image.shape
+    size = image_size((height, width), _factor(config), policy.image_limits)
     return _blocks(image[None], size, config, policy)[0]
 
 
 def video_blocks(frames: Tensor, config: VisionConfig, policy: PixelPolicy = OFFICIAL) -> list[FrameBlock]:
     """Sampled frames [T, H, W, 3], uint8 or float in 0..1, to one block a pair; the last frame is repeated to fill its block."""
-    size = tuple(frames.shape[1:3])
-    factor, limits = _factor(config), policy.video_limits
-    target = video_size(len(frames), size, factor, limits) if policy.is_video_joint else image_size(size, factor, limits)
-    return _blocks(frames, target, config, policy)
+    num_frames, height, width, _ = frames.shape
+    rules = ((height, width), _factor(config), policy.video_limits)
+    size = video_size(num_frames, *rules) if policy.is_video_joint else image_size(*rules)
+    return _blocks(frames, size, config, policy)
 
 
 def _factor(config: VisionConfig) -> int:

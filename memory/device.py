@@ -50,6 +50,8 @@ def is_unified(device: torch.device) -> bool:
     """Whether weights on ``device`` take the machine's RAM: CPUs, Apple Silicon, integrated GPUs."""
     if device.type != "cuda":
         return True
+    if not torch.cuda.is_available():  # a what-if question about a GPU that is not here
+        return False
     return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
 
 
@@ -85,35 +87,38 @@ def _pretended(device: torch.device, total: int) -> PoolStatus:
 
 def _cuda_status(device: torch.device) -> PoolStatus:
     free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, to be used again
     if is_unified(device):  # the driver counts reclaimable page cache as used
-        return PoolStatus(min(total, _ram_total()), _ram_available(), unified=True)
-    return PoolStatus(total, free, unified=False)
+        return PoolStatus(min(total, _ram_total()), _ram_available() + cached, unified=True)
+    return PoolStatus(total, free + cached, unified=False)
 
 
 def _ram_total() -> int:
-    limit, _ = _container_limits()
-    total = int(psutil.virtual_memory().total)
-    return total if limit is None else min(total, limit)
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _container_limits())])
 
 
 def _ram_available() -> int:
-    limit, used = _container_limits()
-    available = int(psutil.virtual_memory().available)
-    return available if limit is None else max(0, min(available, limit - used))
+    return max(0, min([int(psutil.virtual_memory().available), *(limit - used for limit, used in _container_limits())]))
 
 
-def _container_limits() -> tuple[int | None, int]:
-    """Limit and unreclaimable use of this process's cgroup v2; (None, 0) outside one."""
-    folder = CGROUP / _cgroup_path()
+def _container_limits() -> list[tuple[int, int]]:
+    """(limit, unreclaimable use) of this process's cgroup v2 and of those around it, where they have a limit."""
+    own = CGROUP / _cgroup_path()
+    levels = [own, *own.parents]
+    found = map(_limit_of, levels[: levels.index(CGROUP) + 1])
+    return [limit for limit in found if limit is not None]
+
+
+def _limit_of(cgroup: Path) -> tuple[int, int] | None:
     try:
-        limit = (folder / "memory.max").read_text().strip()
+        limit = (cgroup / "memory.max").read_text().strip()
         if limit == "max":
-            return None, 0
-        used = int((folder / "memory.current").read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            return None
+        used = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return int(limit), max(0, used - int(stat.get("inactive_file", 0)))
     except (OSError, ValueError):  # no cgroup v2, or a controller that is not delegated
-        return None, 0
-    return int(limit), max(0, used - int(stat.get("inactive_file", 0)))
+        return None
 
 
 def _cgroup_path() -> str:

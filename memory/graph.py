@@ -58,7 +58,7 @@ def link_of(value: Any) -> Output | None:
     """The output that an input value refers to, if it is a link."""
     if isinstance(value, (list, tuple)) and len(value) == 2:
         node, slot = value
-        if isinstance(node, str) and isinstance(slot, (int, float)) and not isinstance(slot, bool):
+        if isinstance(node, str) and type(slot) in (int, float) and slot == slot // 1:  # JSON may spell 0 as 0.0
             return node, int(slot)
     return None
 
@@ -115,18 +115,15 @@ class _Wiring:
         """Nodes that a resource may reach from these outputs, and from nodes that hold it as a constant."""
         reached: dict[str, Reason] = dict.fromkeys(holders, "constant in an expansion")
         pending = list(outputs)
-        for node in holders:
+        for node in reached:
             pending += self._carried_out_of(node)
-        seen = set(pending)
         origins = {node for node, _ in outputs}
         while pending:
             output = pending.pop()
             for user in self._users.get(output, ()):
                 if user not in reached:
                     reached[user] = self._reason(user, output[0] in origins)
-                onward = [out for out in self._carried_out_of(user) if out not in seen]
-                seen.update(onward)
-                pending += onward
+                    pending += self._carried_out_of(user)
         return reached
 
     def _carried_out_of(self, node: str) -> list[Output]:

@@ -53,9 +53,7 @@ def _contained(method: Callable[..., None]) -> Callable[..., None]:
             method(self, *args)
         except Exception:
             if not self._has_failed:
-                log.exception(
-                    "Lazy H3: the analysis of prompt %s failed; weights are released at its end.", self.prompt.prompt_id
-                )
+                log.exception("Lazy H3: the analysis of prompt %s failed; weights are released at its end.", self.prompt_id)
             self._has_failed = True
 
     return call
@@ -66,6 +64,7 @@ class Session:
 
     def __init__(self, prompt: Prompt, store: Store, keeps: Keeps = lambda _: None) -> None:
         self.prompt = prompt
+        self.prompt_id = prompt.prompt_id
         self.store = store
         self.is_over = False
         self.finished: set[str] = set()
@@ -92,8 +91,10 @@ class Session:
     @_contained
     def ended(self, node: str) -> None:
         """A node has finished: release what it was the last to use."""
+        if self.is_over:
+            return
         self.finished.add(node)
-        self.store.unpin_node(self.prompt.prompt_id, node)
+        self.store.unpin_node(self.prompt_id, node)
         candidates = [r for r in self.store.resident() if r.identity not in self._kept]
         if not candidates:
             return
@@ -102,7 +103,8 @@ class Session:
         may_run = self.prompt.may_run() - self.finished
         for resource in candidates:
             if not self._remaining(resource, may_run):
-                self._release(resource, f"node {node} was its last user")
+                is_wired = bool(self._trails.keys() & {resource.identity, ANY})
+                self._release(resource, f"node {node} was its last user" if is_wired else "no node of this prompt uses it")
 
     @_contained
     def end(self) -> None:
@@ -110,7 +112,7 @@ class Session:
         if self.is_over:
             return
         self.is_over = True
-        self.store.unpin_node(self.prompt.prompt_id)
+        self.store.unpin_node(self.prompt_id)
         for resource in self.store.resident():
             if resource.identity not in self._kept:
                 self._release(resource, "end of the prompt")
@@ -123,13 +125,21 @@ class Session:
         known = (self._trails.get(key) for key in (resource.identity, ANY))
         return {node for trail in known if trail is not None for node in trail.consumers.keys() & may_run}
 
+    @_contained
     def _release(self, resource: Resource, reason: str) -> None:
-        why_kept = self._keeps(resource)
+        why_kept = self._why_kept(resource)
         if why_kept is None:
             self.store.release(resource, reason)
             return
         self._kept.add(resource.identity)
         self.store.ledger.record("keep", resource.name, resource.live_bytes(), why_kept)
+
+    def _why_kept(self, resource: Resource) -> str | None:
+        try:
+            return self._keeps(resource)
+        except Exception:
+            log.exception("Lazy H3: the policy failed for %s, which is therefore released.", resource.name)
+            return None
 
     def _read_graph(self) -> None:
         view = self.prompt.view()

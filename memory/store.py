@@ -50,8 +50,16 @@ class _Entry:
     state: State = "absent"
     pins: Counter[Owner] = field(default_factory=Counter)
     release_reason: str | None = None  # wanted, but pinned or filling
-    reserved: int = 0
+    is_release_forced: bool = False
+    reserved: int = 0  # bytes that the fill under way may take, on top of ``before_fill``
+    before_fill: int = 0
     last_use: float = 0.0
+    known_edit: str | None = None  # a change by hand that was warned of
+
+    @property
+    def held_bytes(self) -> int:
+        """What is alive, or will be at most when the fill under way is done."""
+        return max(self.resource.live_bytes(), self.before_fill + self.reserved)
 
 
 class Store:
@@ -95,6 +103,7 @@ class Store:
 
         Raises MemoryRefused before reading if it does not fit, and whatever the fill raises; the pin is gone then.
         """
+        resource = self.add(resource)
         parts = resource.parts if parts is None else parts
         owner = owner or ("use", threading.get_ident())
         for observer in self.on_use:
@@ -121,6 +130,7 @@ class Store:
                 return
             if entry.pins or entry.state == "filling":
                 entry.release_reason = reason
+                entry.is_release_forced |= force
             elif entry.state == "resident":
                 self._drop(entry, reason, force)
 
@@ -140,16 +150,17 @@ class Store:
     @contextmanager
     def filling(self, resource: Resource, nbytes: int) -> Iterator[None]:
         """Somebody else fills the resource inside this block; reserves ``nbytes`` first (MemoryRefused if they do not fit)."""
-        entry = self._begin_fill(resource, Cost(nbytes), frozenset())
+        entry = self._begin_fill(self.add(resource), Cost(nbytes))
         with self._fill_recorded(entry, nbytes):
             yield
 
     def dropped(self, resource: Resource, reason: str) -> None:
         """Somebody else has dropped the resource."""
         with self._lock:
-            entry = self._entries.pop(resource.identity, None)
-            self._changed.notify_all()
-        if entry is not None:
+            entry = self._entries.get(resource.identity)
+            if entry is None or entry.state != "resident":
+                return  # not ours to know, or it was we who asked for it
+            self._forget(entry)
             self.ledger.record("release", resource.name, 0, reason)
 
     def resident(self) -> list[Resource]:
@@ -188,8 +199,8 @@ class Store:
             self.ledger.record("unpin", entry.resource.name, entry.resource.live_bytes())
             if entry.state == "absent":
                 self._entries.pop(entry.resource.identity, None)
-            elif entry.release_reason is not None and entry.state == "resident":
-                self._drop(entry, entry.release_reason, force=False)
+            else:
+                self._release_as_asked(entry)
 
     def _ensure_filled(self, entry: _Entry, parts: Parts) -> None:
         resource = entry.resource
@@ -200,36 +211,38 @@ class Store:
             if not missing:
                 return
             cost = resource.costs(missing)["whole"]
-            self._begin_fill(resource, cost, missing)
-        with self._fill_recorded(entry, cost.resident):
+            self._begin_fill(resource, cost)
+        what = ", ".join(sorted(missing)) if missing != resource.parts else ""
+        with self._fill_recorded(entry, cost.resident, what):
             resource.fill(FillRequest(missing, on_bytes=partial(self._report_progress, resource)))
 
     def _report_progress(self, resource: Resource, done: int, total: int) -> None:
+        self.ledger.sample()
         for observer in self.on_fill:
             observer(resource, done, total)
 
-    def _begin_fill(self, resource: Resource, cost: Cost, parts: Parts) -> _Entry:
+    def _begin_fill(self, resource: Resource, cost: Cost) -> _Entry:
         """Make room, reserve, and enter the state "filling"."""
         need = cost.resident + cost.transient
         for ask in self.before_fill:
             ask(resource, need)
         with self._lock:
             self._release_siblings(resource)
-            self._make_room(resource, cost)
+            self._make_room(resource, need)
             entry = self._entries.setdefault(resource.identity, _Entry(resource))
-            entry.reserved = need
+            entry.before_fill, entry.reserved = resource.live_bytes(), need
             entry.state = "filling"
-        what = ", ".join(sorted(parts)) if parts and parts != resource.parts else ""
-        self.ledger.record("load_begin", resource.name, cost.resident, what)
         return entry
 
     @contextmanager
-    def _fill_recorded(self, entry: _Entry, nbytes: int) -> Iterator[None]:
+    def _fill_recorded(self, entry: _Entry, nbytes: int, what: str = "") -> Iterator[None]:
         began = self.ledger.now()
         try:
+            self.ledger.record("load_begin", entry.resource.name, nbytes, what)
             yield
         except BaseException as error:
             forget_locals(error)
+            devices.trim()
             self._end_fill(entry)
             self.ledger.record("load_end", entry.resource.name, 0, f"failed: {type(error).__name__}")
             raise
@@ -240,24 +253,36 @@ class Store:
 
     def _end_fill(self, entry: _Entry) -> None:
         with self._changed:
-            entry.reserved = 0
-            entry.state = "resident" if entry.resource.resident_parts() else "absent"
-            if entry.state == "absent" and not entry.pins:
-                self._entries.pop(entry.resource.identity, None)
-            elif entry.release_reason is not None and not entry.pins and entry.state == "resident":
-                self._drop(entry, entry.release_reason, force=False)
+            entry.before_fill = entry.reserved = 0
+            entry.state = "resident"
             self._changed.notify_all()
+            if not entry.resource.resident_parts():
+                self._forget(entry)
+            elif not entry.pins:
+                self._release_as_asked(entry)
+
+    def _forget(self, entry: _Entry) -> None:
+        """The resource is absent, so a release has nothing left to do; who has it pinned may fill it again."""
+        entry.state = "absent"
+        entry.release_reason = entry.known_edit = None
+        entry.is_release_forced = False
+        if not entry.pins:
+            self._entries.pop(entry.resource.identity, None)
+        self._changed.notify_all()
+
+    def _release_as_asked(self, entry: _Entry) -> None:
+        """Do what ``release`` could not do yet."""
+        if entry.release_reason is not None and entry.state == "resident":
+            self._drop(entry, entry.release_reason, entry.is_release_forced)
 
     def _release_siblings(self, resource: Resource) -> None:
-        for other in self._unpinned():
+        for other in self._rivals(resource):
             if other.resource.identity.is_sibling_of(resource.identity):
                 self._drop(other, f"{resource.name} is about to be filled from the same files", force=False)
 
-    def _make_room(self, resource: Resource, cost: Cost) -> None:
-        """Drop what was kept, least recently used first, until ``cost`` fits; MemoryRefused if it still does not."""
-        need = cost.resident + cost.transient
-        victims = sorted((e for e in self._unpinned() if e.resource.device == resource.device), key=lambda e: e.last_use)
-        victims = [e for e in victims if e.resource is not resource]
+    def _make_room(self, resource: Resource, need: int) -> None:
+        """Drop what was kept, least recently used first, until ``need`` fits; MemoryRefused if it still does not."""
+        victims = sorted(self._rivals(resource), key=lambda e: e.last_use)
         while need > self._room(resource.device):
             if not victims:
                 self._refuse(resource, need)
@@ -265,24 +290,32 @@ class Store:
 
     def _refuse(self, resource: Resource, need: int) -> None:
         have = self._room(resource.device)
-        remedy = (
-            "raise the budget or use smaller files." if self.budget is not None else "close other programs or use smaller files."
-        )
+        limits = self._limits(resource.device)
+        remedy = min(limits, key=limits.__getitem__)
         self.ledger.record("refuse", resource.name, need, f"{have} bytes available")
         self.last_refusal = MemoryRefused(resource.name, need, have, remedy)
-        raise self.last_refusal
+        raise MemoryRefused(resource.name, need, have, remedy)  # another: a raised one holds the frames it went through
 
     def _room(self, device: torch.device) -> int:
-        """Bytes that weights on ``device`` may still take, with what other fills have reserved counted as taken."""
-        pool = [e for e in self._entries.values() if e.resource.device == device]
-        reserved = sum(e.reserved for e in pool)
-        room = devices.pool_status(device, self.pretended_total).available - reserved
-        if self.budget is not None:
-            room = min(room, self.budget - reserved - sum(e.resource.live_bytes() for e in pool))
-        return max(0, room)
+        """Bytes that weights on ``device`` may still take."""
+        return max(0, min(self._limits(device).values()))
 
-    def _unpinned(self) -> list[_Entry]:
-        return [e for e in self._entries.values() if e.state == "resident" and not e.pins]
+    def _limits(self, device: torch.device) -> dict[str, int]:
+        """What there is room for by each bound, under the words that say how to move it.
+
+        What other fills have reserved counts as taken from the pool until they end: their pages come one by one.
+        """
+        pool = [e for e in self._entries.values() if e.resource.device == device]
+        free = devices.pool_status(device, self.pretended_total).available - sum(e.reserved for e in pool)
+        limits = {"close other programs or use smaller files.": free}
+        if self.budget is not None:
+            limits["raise the budget or use smaller files."] = self.budget - sum(e.held_bytes for e in pool)
+        return limits
+
+    def _rivals(self, resource: Resource) -> list[_Entry]:
+        """What is resident on the same device, in use by nobody, and not ``resource``."""
+        unpinned = [e for e in self._entries.values() if e.state == "resident" and not e.pins]
+        return [e for e in unpinned if e.resource.device == resource.device and e.resource is not resource]
 
     def _drop(self, entry: _Entry, reason: str, force: bool) -> None:
         resource = entry.resource
@@ -291,14 +324,18 @@ class Store:
             return
         nbytes = resource.live_bytes()
         entry.state = "dropping"
-        resource.drop()
+        try:
+            resource.drop()
+        except Exception:  # a release often stands in a ``finally``: it must not replace the error that led there
+            entry.state = "resident"
+            log.exception("%s: could not be dropped and stays resident.", resource.name)
+            return
         devices.trim()
         left = resource.live_bytes()
         if left:
             devices.collect_and_trim()
             left = resource.live_bytes()
-        self._entries.pop(resource.identity, None)
-        self._changed.notify_all()
+        self._forget(entry)
         self.ledger.record("release", resource.name, nbytes - left, reason)
         if left:
             self._haunted.append(resource)
@@ -313,6 +350,9 @@ class Store:
         if force:
             log.warning("%s: dropped although %s since it was filled; the change is lost.", name, edit)
             return True
+        if edit == entry.known_edit:
+            return False
+        entry.known_edit = edit
         log.warning(
             "%s: kept, because %s since it was filled; use a LoRA or another transform to have it survive a reload.", name, edit
         )

@@ -12,6 +12,7 @@ import torch
 
 from ..config import DiTConfig
 from ..dit import dit_class
+from ..rotary import inverse_frequencies
 from .header import CORRECT_THE_CONFIG, Header
 from .layout import FormatError, Layout, Tensors
 from .recipe import Recipe, Rows, concatenated, constant, copied, halves_swapped
@@ -179,19 +180,13 @@ def _shapes(config: DiTConfig) -> dict[str, tuple[int, ...]]:
 def _huggingface_recipe(name: str, config: DiTConfig) -> Recipe:
     stored = huggingface_name(name)
     if name == ROPE:
-        return constant(_rope_frequencies(config))
+        return constant(tuple(inverse_frequencies(2 * config.rope_freq_dim, config.rope_theta).tolist()))
     if name.endswith(QKV):
         attn = stored.removesuffix("qkv_proj.weight")
         return concatenated(tuple(f"{attn}to_{part}.weight" for part in "qkv"), config.inner_dim)
     if name.endswith(FC1):  # there [value; gate]
         return halves_swapped(stored.replace(FC1, ".ff.net.0.proj.weight"), 2 * config.ffn_dim)
     return copied(stored)
-
-
-def _rope_frequencies(config: DiTConfig) -> tuple[float, ...]:
-    """theta ** (-j / n), with the fp32 rounding of the single files: power first, then reciprocal."""
-    exponents = torch.arange(config.rope_freq_dim, dtype=torch.float32) / config.rope_freq_dim
-    return tuple((1 / config.rope_theta**exponents).tolist())
 
 
 def _prefixed(recipe: Recipe, prefix: str) -> Recipe:
