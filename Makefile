@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/python -m lazy_h3 demo --out output
 
 test: setup
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 lint: setup
 	$(BIN)/ruff check .

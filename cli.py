@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 OK, FAILED, BAD_INPUT = 0, 1, 2
 
@@ -27,10 +28,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"lazy-h3: {error}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:
+        if options.debug:
+            raise
+        print("lazy-h3: interrupted.", file=sys.stderr)
+        return FAILED
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message.rstrip('.')}; see {self.prog} --help.\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("lazy-h3", description="MiniMax-H3 with no more memory than it needs.")
+    parser = _Parser("lazy-h3", description="MiniMax-H3 with no more memory than it needs.")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_demo(commands)
@@ -38,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_make_checkpoint(commands)
     _add_bench(commands)
+    for command in commands.choices.values():
+        command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
     return parser
 
 
@@ -82,7 +97,7 @@ def _add_make_checkpoint(commands: Any) -> None:
     make.set_defaults(command=_make_checkpoint)
     make.add_argument("folder", type=Path, metavar="DIR")
     make.add_argument("--preset", choices=["tiny", "replica"], required=True)
-    make.add_argument("--scale", type=float, default=50.0, metavar="N", help="replica: total bytes are the real model's over N")
+    make.add_argument("--scale", type=_scale, default=50.0, metavar="N", help="replica: total bytes are the real model's over N")
     make.add_argument("--layout", choices=["single-file", "folder"], default="single-file")
     make.add_argument("--seed", type=int, default=0)
 
@@ -90,8 +105,9 @@ def _add_make_checkpoint(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure loading and freeing")
     bench.set_defaults(command=_bench)
-    bench.add_argument("what", choices=["load", "release"])
+    bench.add_argument("what", choices=["load", "release", "run"])
     bench.add_argument("--size", type=_size, default=2 << 30, metavar="SIZE", help="of the test file (default 2GiB)")
+    bench.add_argument("--scale", type=_scale, default=50.0, metavar="N", help="of the replica that run uses")
     bench.add_argument("--repeat", type=_positive, default=3, metavar="N")
     bench.add_argument("--dir", type=Path, metavar="DIR", help="where the test file goes (default: the cache folder)")
     bench.add_argument("--json", action="store_true")
@@ -104,11 +120,11 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from .commands.run import changed, load_workflow, run_workflow
+    from .commands.run import load_workflow, run_workflow
 
-    chosen = _run_options(options, models=options.models, repeat=options.repeat, cache=options.cache)
-    prompt = changed(load_workflow(options.workflow), _settings(options.set))
-    return _reported(run_workflow(prompt, chosen), options.json)
+    settings = _settings(options.set)
+    chosen = _run_options(options, models=options.models, repeat=options.repeat, cache=options.cache, settings=settings)
+    return _reported(run_workflow(load_workflow(options.workflow), chosen), options.json)
 
 
 def _run_options(options: argparse.Namespace, **more: Any) -> Any:
@@ -122,7 +138,10 @@ def _inspect(options: argparse.Namespace) -> int:
 
     found = inspect_path(options.path)
     _print(found, shown(found), options.json)
-    return BAD_INPUT if any(entry["refused"] for entry in found["checkpoints"]) else OK
+    refused = [entry["refused"] for entry in found["checkpoints"] if entry["refused"]]
+    if refused:
+        print(f"lazy-h3: {refused[0]}", file=sys.stderr)
+    return BAD_INPUT if refused else OK
 
 
 def _make_checkpoint(options: argparse.Namespace) -> int:
@@ -137,11 +156,16 @@ def _make_checkpoint(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     from .commands import bench
+    from .commands.bench_run import bench_run
     from .commands.demo import cache_folder
 
-    path = bench.make_file((options.dir or cache_folder()) / f"bench-{options.size}.safetensors", options.size)
-    measure = bench.bench_load if options.what == "load" else bench.bench_release
-    found = measure(path, options.repeat)
+    folder = options.dir or cache_folder()
+    if options.what == "run":
+        found = bench_run(folder, options.scale, options.repeat)
+    else:
+        path = bench.make_file(folder / f"bench-{options.size}.safetensors", options.size)
+        measure = bench.bench_load if options.what == "load" else bench.bench_release
+        found = measure(path, options.repeat)
     _print(found, bench.shown(found), options.json)
     return OK if found["ok"] else FAILED
 
@@ -179,6 +203,16 @@ def _size(text: str) -> int:
         return parsed_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _scale(text: str) -> float:
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = 0.0
+    if not 1 <= scale < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on.")
+    return scale
 
 
 def _positive(text: str) -> int:

@@ -13,8 +13,9 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ MIB = 1 << 20
 ROW = 4096  # width of the test matrices
 NUM_MATRICES = 24
 RAW_CHUNK = 16 * MIB
+SAMPLE_SECONDS = 0.005
 CHILD = "lazy_h3.commands.bench_child"
 
 
@@ -82,7 +84,7 @@ def bench_load(path: Path, repeats: int) -> dict[str, Any]:
         key: max(load[key] for load in loads) for key in ("rss_growth_bytes", "rss_and_cache_growth_bytes", "cached_before_bytes")
     }
     seconds, raw_seconds = statistics.median(load["seconds"] for load in loads), statistics.median(raw)
-    return _figures(
+    return figures(
         {"weight_bytes": weights, "seconds": seconds, "raw_seconds": raw_seconds, **worst},
         {
             "rss_growth <= 1.05 W + 128 MiB": worst["rss_growth_bytes"] <= 1.05 * weights + 128 * MIB,
@@ -96,7 +98,7 @@ def bench_load(path: Path, repeats: int) -> dict[str, Any]:
 def bench_release(path: Path, cycles: int) -> dict[str, Any]:
     """Fill and release in turn: what stays, and whether it grows."""
     found = child("release", str(path), str(cycles))
-    return _figures(
+    return figures(
         found,
         {
             "rss after release within 64 MiB of before": max(found["rss_left_bytes"]) <= 64 * MIB,
@@ -107,7 +109,28 @@ def bench_release(path: Path, cycles: int) -> dict[str, Any]:
     )
 
 
-def _figures(values: dict[str, Any], checks: dict[str, bool]) -> dict[str, Any]:
+class sampled:
+    """Calls ``sample`` from a thread while the block runs."""
+
+    def __init__(self, sample: Callable[[], None]) -> None:
+        self._sample = sample
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._sample()
+
+    def _watch(self) -> None:
+        while not self._done.wait(SAMPLE_SECONDS):
+            self._sample()
+
+
+def figures(values: dict[str, Any], checks: dict[str, bool]) -> dict[str, Any]:
     machine = {
         "system": platform.platform(),
         "cores": os.cpu_count(),
@@ -120,12 +143,19 @@ def _figures(values: dict[str, Any], checks: dict[str, bool]) -> dict[str, Any]:
 def shown(found: dict[str, Any]) -> Iterator[str]:
     """The figures as lines for people."""
     for name, value in found.items():
+        if isinstance(value, dict):
+            continue
         if name.endswith("_bytes"):
             yield f"{name.removesuffix('_bytes'):24} {_mib(value)}"
         elif name.endswith("seconds"):
-            yield f"{name:24} {value:.2f} s"
+            yield f"{name:24} {_seconds(value)}"
     for check, passed in found["checks"].items():
         yield f"{'ok  ' if passed else 'FAIL'} {check}"
+
+
+def _seconds(value: float | Sequence[float]) -> str:
+    values = [value] if isinstance(value, float) else value
+    return ", ".join(f"{v:.2f}" for v in values) + " s"
 
 
 def _mib(value: int | Sequence[int]) -> str:

@@ -7,9 +7,7 @@ import json
 import mmap
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,8 +22,7 @@ from ..memory.handle import Handle
 from ..memory.reader import Reader
 from ..memory.store import Store
 from ..memory.transforms import Cast
-
-SAMPLE_SECONDS = 0.005
+from .bench import sampled
 
 
 class Matrices(nn.Module):
@@ -71,7 +68,7 @@ def measure_load(path: Path) -> dict[str, Any]:
         growth.append((rss, rss + cached_bytes(path) - cached_before))
 
     began = time.perf_counter()
-    with _sampled(sample), handle.use():
+    with sampled(sample), handle.use():
         seconds = time.perf_counter() - began
     return {
         "seconds": seconds,
@@ -116,27 +113,6 @@ class _CountingCompile:
     def _backend(self, graph: Any, _: Any) -> Any:
         self.count += 1
         return graph.forward
-
-
-class _sampled:
-    """Calls ``sample`` from a thread while the block runs."""
-
-    def __init__(self, sample: Callable[[], None]) -> None:
-        self._sample = sample
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self._sample()
-
-    def _watch(self) -> None:
-        while not self._done.wait(SAMPLE_SECONDS):
-            self._sample()
 
 
 def cached_bytes(path: Path) -> int:

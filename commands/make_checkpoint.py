@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..h3.config import AudioVAEConfig, TextEncoderConfig, VideoVAEConfig
-from ..h3.formats.recipe import Recipe
 from ..h3.formats.header import source_shapes
+from ..h3.formats.recipe import Recipe
 from ..h3.formats.writing import stored_tensors
 from .presets import BUILDERS, FILE_DTYPES, ModelPreset
 from .tiny_tokenizer import SPECIAL_TOKENS, tokenizer_json
@@ -61,8 +61,7 @@ def _write_component(path: Path, kind: str, config: Any, layout: LayoutName, gen
     numbers = stated_config(kind, config, statistics)
     metadata = {} if is_folder else {"config": json.dumps(numbers)}
     if is_folder:
-        own = numbers if kind == "text_encoder" else next(iter(numbers.values()))
-        (path.parent / "config.json").write_text(json.dumps(own, indent=2), "utf-8")
+        (path.parent / "config.json").write_text(json.dumps(_folder_config(numbers), indent=2), "utf-8")
     write_safetensors(path, tensors, metadata, _random_tensors(shapes, dtypes, recipes, generator))
 
 
@@ -140,13 +139,22 @@ def stated_config(kind: str, config: Any, statistics: Mapping[str, Any]) -> dict
     return {key: numbers}
 
 
+def _folder_config(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The same numbers as a config.json has them: the text encoder's nested, with the special ids on top."""
+    if "text_config" not in numbers:
+        return next(iter(numbers.values()))
+    text = dict(numbers["text_config"])
+    ids = {name: text.pop(name) for name in SPECIAL_TOKENS}
+    return {**numbers, "text_config": text, **ids}
+
+
 def _text_encoder_config(config: TextEncoderConfig) -> dict[str, Any]:
     text = asdict(config)
     vision = text.pop("vision")
     rope = {"rope_theta": text.pop("rope_theta"), "mrope_section": list(text.pop("mrope_section")), "mrope_interleaved": True}
     special = {name: text.pop(name) for name in tuple(text) if name.endswith("_token_id")}
     ids = {name: given if given is not None else SPECIAL_TOKENS[name] for name, given in special.items()}
-    return {"text_config": {**text, "rope_parameters": rope}, "vision_config": vision, **ids}
+    return {"text_config": {**text, "rope_parameters": rope, **ids}, "vision_config": vision}
 
 
 def _write_tokenizer(folder: Path, layout: LayoutName) -> list[Path]:

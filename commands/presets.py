@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,6 +108,7 @@ def replica(scale: float) -> ModelPreset:
     return ModelPreset(text_encoder, dit, _sized("video_vae", scale, _video_vae), _sized("audio_vae", scale, _audio_vae))
 
 
+@functools.cache
 def num_bytes(kind: str, config: Any) -> int:
     """Bytes of a component as its file stores it."""
     with torch.device("meta"):
@@ -120,9 +123,9 @@ def _sized(kind: str, scale: float, config_of: Callable[[float], Any]) -> Any:
     low, high = 0.0, 1.2
     if num_bytes(kind, config_of(low)) > 1.5 * target:
         raise ValueError(
-            f"--scale {scale:g} asks for a {kind} of {target / (1 << 20):.1f} MiB, less than its layers take at any width; use less."
+            f"--scale {scale:g} asks for a {kind} of {target / (1 << 20):.1f} MiB, less than its layers take at any width."
         )
-    for _ in range(14):
+    for _ in range(10):
         middle = (low + high) / 2
         low, high = (middle, high) if num_bytes(kind, config_of(middle)) < target else (low, middle)
     return min(config_of(low), config_of(high), key=lambda config: abs(num_bytes(kind, config) - target))
@@ -173,8 +176,21 @@ def _dit(width: float, text_dim: int) -> DiTConfig:
 def _video_vae(width: float) -> VideoVAEConfig:
     real = VideoVAEConfig()
     channels = tuple(_multiple(c * width, 8) for c in real.block_out_channels)
-    heads = max(1, round(real.decoder_num_attention_heads * width))
-    return replace(real, block_out_channels=channels, norm_num_groups=8, decoder_num_attention_heads=heads)
+    heads, head_dim = _heads(real.decoder_width * width)
+    return replace(
+        real,
+        block_out_channels=channels,
+        norm_num_groups=8,
+        decoder_num_attention_heads=heads,
+        decoder_attention_head_dim=head_dim,
+    )
+
+
+def _heads(width: float) -> tuple[int, int]:
+    """The number and size of heads that come nearest to ``width``: 64 channels as in the real decoder, or fewer."""
+    sizes = range(64, 24, -8)  # rope turns three quarters of a head, in pairs on three axes
+    choices = [(max(1, round(width / size)), size) for size in sizes]
+    return min(choices, key=lambda choice: abs(math.prod(choice) - width))
 
 
 def _audio_vae(width: float) -> AudioVAEConfig:

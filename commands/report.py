@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..host.embedded.executor import NodeError
 from ..host.embedded.host import RunResult
 from ..memory import device
 from ..memory.ledger import Event, Ledger
@@ -71,21 +72,28 @@ class Report:
 
     @property
     def status(self) -> str:
-        last = self.runs[-1].result.status
-        return "ok" if last == "success" else "refused" if self.refusal is not None else "error"
+        if self.runs[-1].result.status == "success":
+            return "ok"
+        return "refused" if self._error_type == "MemoryRefused" else "error"
 
     @property
     def message(self) -> str:
         """The error of the last run, in one line."""
-        error = self.runs[-1].result.error
-        return " ".join(error.message.split()) if error else ""
+        return " ".join(self._failure.message.split()) if self._failure else ""
 
     @property
     def is_bad_input(self) -> bool:
         """Whether the run ended because of what was given to it: the prompt, a file, the budget."""
-        error = self.runs[-1].result.error
-        kind = error.type.rpartition(".")[2] if error else ""
-        return self.refusal is not None or bool(self.runs[-1].result.node_errors) or kind in BAD_INPUT_ERRORS
+        never_began = self._failure is not None and self._failure.node_id is None
+        return never_began or self._error_type in BAD_INPUT_ERRORS
+
+    @property
+    def _failure(self) -> NodeError | None:
+        return self.runs[-1].result.error
+
+    @property
+    def _error_type(self) -> str:
+        return self._failure.type.rpartition(".")[2] if self._failure else ""
 
     def as_dict(self) -> dict[str, Any]:
         components = _components(list(self.ledger.events), self.kinds)
@@ -109,14 +117,13 @@ class Report:
         }
 
     def _error(self) -> dict[str, Any] | None:
-        error = self.runs[-1].result.error
-        if error is None:
+        if self._failure is None:
             return None
-        refused = self.refusal
+        refused = self.refusal if self.status == "refused" else None
         return {
-            "type": error.type.rpartition(".")[2],
+            "type": self._error_type,
             "message": self.message,
-            "node": error.node_id,
+            "node": self._failure.node_id,
             "need_bytes": refused.need_bytes if refused else None,
             "have_bytes": refused.have_bytes if refused else None,
             "component": refused.component if refused else None,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..host.embedded.declarations import Declarations, InputDeclaration
 from ..host.embedded.host import EmbeddedHost
 from ..host.embedded.port import EmbeddedPort
 from ..memory.ledger import Event
@@ -39,7 +40,7 @@ class RunOptions:
 
 
 def load_workflow(path: Path) -> dict[str, Any]:
-    """A workflow file as an API-format prompt; canvas files are converted. Raises ValueError, which says why it cannot be."""
+    """A workflow file: an API-format prompt, or a canvas. Raises ValueError, which says why it is neither."""
     try:
         workflow = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -48,29 +49,39 @@ def load_workflow(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: is not JSON; save the workflow again.") from error
     if not isinstance(workflow, dict):
         raise ValueError(f"{path}: is not a workflow; save it from ComfyUI, or export it in API format.")
-    if isinstance(workflow.get("nodes"), list):
-        return api_prompt(workflow, NODE_CLASS_MAPPINGS | dict(_core_classes()))
-    if not all(isinstance(node, dict) and "class_type" in node for node in workflow.values()) or not workflow:
+    if not _is_canvas(workflow) and not _is_prompt(workflow):
         raise ValueError(f"{path}: is neither a canvas workflow nor an API-format prompt; export it from ComfyUI again.")
     return workflow
 
 
-def changed(prompt: dict[str, Any], settings: Mapping[str, str]) -> dict[str, Any]:
-    """The prompt with widget values replaced: "NODE.INPUT" -> JSON value, or text. Raises ValueError for an unknown node."""
+def changed(prompt: Mapping[str, Any], settings: Mapping[str, str], declarations: Declarations) -> dict[str, Any]:
+    """The prompt with widget values replaced. Raises ValueError for an unknown node or input, and for a value of another kind.
+
+    ``settings``: "NODE.INPUT" -> text as it is where the input takes text or a choice, JSON elsewhere.
+    """
     prompt = {node: {**spec, "inputs": dict(spec.get("inputs", {}))} for node, spec in prompt.items()}
     for target, text in settings.items():
         node, _, name = target.rpartition(".")
         if node not in prompt:
             raise ValueError(f"--set {target}: the workflow has no node {node!r}; its nodes are {', '.join(prompt)}.")
-        prompt[node]["inputs"][name] = _value(text, prompt[node]["inputs"].get(name))
+        if prompt[node]["class_type"] in declarations:  # the host has its own words for a class that is not there
+            declared = {n: d for n, d in declarations.inputs(prompt[node]["class_type"]).items() if d.category != "hidden"}
+            if name not in declared:
+                raise ValueError(f"--set {target}: node {node} has no input {name!r}; its inputs are {', '.join(declared)}.")
+            prompt[node]["inputs"][name] = _value(target, text, declared[name])
     return prompt
 
 
-def run_workflow(prompt: Mapping[str, Any], options: RunOptions) -> Report:
-    """Run a prompt ``repeat`` times in a host of its own; writes outputs and ``report.json`` into ``options.out``."""
+def run_workflow(workflow: Mapping[str, Any], options: RunOptions) -> Report:
+    """Run a workflow ``repeat`` times in a host of its own; writes outputs and ``report.json`` into ``options.out``.
+
+    Raises ValueError for a canvas that cannot be converted and for settings that do not fit.
+    """
     started = time.monotonic()
-    options.out.mkdir(parents=True, exist_ok=True)
-    with _host(options) as (host, shared), sampled_memory() as memory:
+    with hosted(options) as (host, shared), sampled_memory() as memory:
+        prompt = api_prompt(workflow, host.node_classes) if _is_canvas(workflow) else workflow
+        prompt = changed(prompt, options.settings, Declarations(host.node_classes))
+        options.out.mkdir(parents=True, exist_ok=True)
         report = Report(shared.store.ledger, shared.catalogue.kinds, budget=options.budget, memory=memory)
         for number in range(options.repeat):
             report.runs.append(_run_once(host, shared, prompt, number))
@@ -83,7 +94,8 @@ def run_workflow(prompt: Mapping[str, Any], options: RunOptions) -> Report:
 
 
 @contextmanager
-def _host(options: RunOptions) -> Iterator[tuple[EmbeddedHost, Runtime]]:
+def hosted(options: RunOptions) -> Iterator[tuple[EmbeddedHost, Runtime]]:
+    """An embedded host with our nodes installed in it."""
     folders = {"output_directory": options.out, "input_directory": options.out / "input", "models": list(options.models)}
     with EmbeddedHost(NODE_CLASS_MAPPINGS, cache=options.cache, **folders) as host:
         store = Store(budget=options.budget, pretended_total=options.memory)
@@ -108,16 +120,18 @@ def _log_event(event: Event) -> None:
         )
 
 
-def _value(text: str, present: Any) -> Any:
-    if isinstance(present, str):
+def _is_canvas(workflow: Mapping[str, Any]) -> bool:
+    return isinstance(workflow.get("nodes"), list)
+
+
+def _is_prompt(workflow: Mapping[str, Any]) -> bool:
+    return bool(workflow) and all(isinstance(node, dict) and "class_type" in node for node in workflow.values())
+
+
+def _value(target: str, text: str, declared: InputDeclaration) -> Any:
+    if declared.type == "STRING" or declared.choices is not None:
         return text
     try:
         return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _core_classes() -> Mapping[str, type]:
-    from ..host.embedded.core_nodes import CORE_NODE_CLASSES
-
-    return CORE_NODE_CLASSES
+    except ValueError as error:
+        raise ValueError(f"--set {target}={text}: is no {declared.type}; write a value such as 7, 2.5 or true.") from error

@@ -199,3 +199,13 @@ class AudioVAEConfig:
     def hop_length(self) -> int:
         """Samples of one latent frame."""
         return prod(self.decoder_rates)
+
+
+@dataclass(frozen=True)
+class TinyVAEConfig:
+    """The preview autoencoder TAEH3 (VAE spec, section 4)."""
+
+    latent_channels: int = 24
+    decoder_widths: tuple[int, int, int, int] = (256, 128, 64, 64)
+    encoder_width: int = 64
+    patch_size: int = 2

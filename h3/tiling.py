@@ -81,21 +81,22 @@ def tiled(network: Callable[[Tensor], Tensor], x: Tensor, inputs: Grid, outputs:
     A result fades in from the one above and then from the one to its left. Under ``raw`` these are the neighbours as the network
     gave them; under ``composited`` they are the picture so far, which keeps the diagonal neighbour where two overlaps cross.
     """
-    picture, above = None, None
+    picture = None
+    above: list[Tensor] = []
     for row, overlap_below in enumerate((*outputs.rows.overlaps, 0)):
         below, left = [], None
         for column, overlap_right in enumerate((*outputs.columns.overlaps, 0)):
             tile = network(inputs.crop(x, row, column))
-            raw_bottom, raw_right = _last(tile, overlap_below, ROWS), _last(tile, overlap_right, COLUMNS)
-            if above is not None:
+            bottom, right = _last(tile, overlap_below, ROWS), _last(tile, overlap_right, COLUMNS)
+            if above:
                 fade_in_(tile, above[column], ROWS)
             if left is not None:
                 fade_in_(tile, left, COLUMNS)
             if picture is None:
                 picture = tile.new_empty(*tile.shape[:-2], outputs.rows.extent, outputs.columns.extent)
             outputs.crop(picture, row, column).copy_(tile)
-            left = raw_right if rule == "raw" else _last(tile, overlap_right, COLUMNS)
-            below.append(raw_bottom)
+            below.append(bottom)
+            left = right if rule == "raw" else _last(tile, overlap_right, COLUMNS)
         if rule == "composited":
             below = [_last(outputs.crop(picture, row, column), overlap_below, ROWS) for column in range(len(below))]
         above = below

@@ -36,6 +36,7 @@ class VideoVAE(nn.Module):
         "decode_stream": ("decoder",),
         "encode": ("encoder",),
         "encode_sampled": ("encoder",),
+        "moments": ("encoder",),
     }
     REPEATED: ClassVar[tuple[str, ...]] = ("decoder.transformer_blocks",)
 
@@ -124,14 +125,14 @@ class VideoVAE(nn.Module):
 
     def moments(self, frames: Tensor, on_clip: OnCall | None = None) -> Tensor:
         """Posterior mean and log variance [B, 2 C, T, h, w] of the frames that ``encode`` takes, not normalised."""
-        video = (frames[None] if frames.dim() == 4 else frames).movedim(-1, 1)  # [B, 3, F, H, W]
-        ratio = self.config.spatial_ratio
-        if not video.numel() or any(side % ratio or side < 2 * ratio for side in video.shape[3:]):
+        ratio, sides = self.config.spatial_ratio, frames.shape[-3:-1]
+        if frames.dim() not in (4, 5) or not frames.numel() or any(side % ratio or side < 2 * ratio for side in sides):
             raise ValueError(
                 f"The video VAE encodes frames [F, H, W, 3] with sides in steps of {ratio} from {2 * ratio} on, "
                 f"not {list(frames.shape)}."
             )
-        grid = self._grid(*video.shape[3:])
+        grid = self._grid(*sides)
+        video = (frames[None] if frames.dim() == 4 else frames).movedim(-1, 1)  # [B, 3, F, H, W]
         clips = video.split(self.config.clip_length, TIME)
         if video.shape[TIME] > 1:  # a lone picture stays alone
             clips = (*clips[:-1], self._filled(clips[-1]))

@@ -27,6 +27,7 @@ class Attachment:
         self.keeps = keeps
         self.session: Session | None = None
         self._finishing: str | None = None
+        self._sentinels: set[asyncio.Task[None]] = set()  # event loops refer to their tasks weakly
         store.on_use.append(lambda _: self.touch())
         store.ledger.current_node = self._current_node
 
@@ -68,6 +69,8 @@ class Attachment:
         except RuntimeError:  # a foreign executor: the session ends at reset() or at the next touch()
             return
         task = loop.create_task(_sleep_until_cancelled(), name="lazy-h3-sentinel")
+        self._sentinels.add(task)
+        task.add_done_callback(self._sentinels.discard)
         task.add_done_callback(lambda _: self.close() if self.session is session else session.end())
 
     def _current_node(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path, PurePath
 
@@ -27,8 +28,9 @@ def inside(folders: Iterable[Path], name: str) -> Path:
 
 def model_files(folders: Iterable[Path]) -> list[str]:
     """Names of all safetensors files below the folders, with forward slashes."""
-    found = {p.relative_to(f).as_posix() for f in folders for p in f.rglob("*") if p.suffix in SAFETENSORS and p.is_file()}
-    return sorted(found)
+    places = ((folder, place, files) for folder in folders for place, _, files in os.walk(folder, followlinks=True))
+    found = {Path(place, file).relative_to(folder).as_posix() for folder, place, files in places for file in files}
+    return sorted(name for name in found if name.endswith(SAFETENSORS))
 
 
 def diffusers_folders(folders: Iterable[Path]) -> list[str]:

@@ -87,6 +87,7 @@ class RunningPrompt:
 
 def _loaded(cls: Any, inputs: Mapping[str, Any]) -> Mapping[int, Key]:
     """Slot -> resource; a loader with a computed input may load anything."""
+    inputs = {name: value for name, value in inputs.items() if name in _declared_inputs(cls)}  # others never reach a node
     if any(link_of(value) is not None for value in inputs.values()):
         return dict.fromkeys(range(len(cls.RETURN_TYPES)), ANY)
     return cls.resources(**inputs)
@@ -100,6 +101,10 @@ def _declared(cls: Any) -> NodeClass:
 
 @functools.lru_cache(maxsize=4096)
 def _lazy_inputs(cls: Any) -> tuple[str, ...]:
-    kinds = cls.INPUT_TYPES()
-    inputs = {**kinds.get("required", {}), **kinds.get("optional", {})}
+    inputs = _declared_inputs(cls)
     return tuple(name for name, spec in inputs.items() if len(spec) > 1 and isinstance(spec[1], dict) and spec[1].get("lazy"))
+
+
+def _declared_inputs(cls: Any) -> dict[str, Any]:
+    kinds = cls.INPUT_TYPES()
+    return {**kinds.get("required", {}), **kinds.get("optional", {})}

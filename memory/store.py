@@ -309,7 +309,9 @@ class Store:
         free = devices.pool_status(device, self.pretended_total).available - sum(e.reserved for e in pool)
         limits = {"close other programs or use smaller files.": free}
         if self.budget is not None:
-            limits["raise the budget or use smaller files."] = self.budget - sum(e.held_bytes for e in pool)
+            alive = {r.identity: r.live_bytes() for r in list(self._known.values()) if r.device == device}  # strays as well
+            alive |= {e.resource.identity: e.held_bytes for e in pool}
+            limits["raise the budget or use smaller files."] = self.budget - sum(alive.values())
         return limits
 
     def _rivals(self, resource: Resource) -> list[_Entry]:

@@ -43,8 +43,8 @@ class Catalogue:
 
         ``dtype``: "as stored", "bf16", "fp16" or "fp32". Raises CheckpointError or FormatError.
         """
-        key = (FileIdentity.of(path), kind, dtype, str(device))
-        if key not in self._components or not _is_unchanged(self._components[key].checkpoint):
+        key = (files_of(path), kind, dtype, str(device))
+        if key not in self._components:
             self._components[key] = self._built(path, kind, dtype, device)
             self.kinds[self._components[key].name] = kind
         self._components.move_to_end(key)
@@ -61,7 +61,7 @@ class Catalogue:
         cast = Cast(compute_dtype(dtype, checkpoint, device), _storage_dtype(layout))
         return Component(
             kind=kind,
-            name=f"{LOADERS[kind][0]} ({_short_name(path)})",
+            name=f"{LOADERS[kind][0]} ({_short_name(path, dtype)})",
             checkpoint=checkpoint,
             build=layout.build,
             recipes=layout.recipes,
@@ -69,6 +69,12 @@ class Catalogue:
             device=device,
             reader=self._reader,
         )
+
+
+def files_of(path: Path) -> tuple[FileIdentity, ...]:
+    """What a loader depends on: the file, or every file of a component's folder. Raises CheckpointError if it is not there."""
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    return tuple(map(FileIdentity.of, files))
 
 
 def identified(path: Path, checkpoint: Checkpoint) -> Layout:
@@ -93,6 +99,8 @@ def hugging_face_config(path: Path) -> Mapping[str, Any] | None:
 def compute_dtype(choice: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """The dtype of a loader's choice. As stored: that of most bytes, but fp32 for fp16 on CPUs, which compute it poorly."""
     if choice != AS_STORED:
+        if choice not in DTYPES:
+            raise ValueError(f"{checkpoint.path}: cannot be held in {choice!r}; choose {AS_STORED}, {', '.join(DTYPES)}.")
         return DTYPES[choice]
     totals: dict[str, int] = {}
     for entry in checkpoint.tensors.values():
@@ -103,26 +111,23 @@ def compute_dtype(choice: str, checkpoint: Checkpoint, device: torch.device) -> 
 
 def tokenizer_of(component: Component, extra_folders: Iterable[Path]) -> PromptTokenizer:
     """The tokenizer that belongs to a text encoder's files. Raises TokenizerError, which says where to get one."""
-    return _tokenizer_at(find_tokenizer(Path(component.checkpoint.path), tuple(extra_folders)))
+    encoder = Path(component.checkpoint.path)
+    beside_folder = encoder.parent.with_name("tokenizer")  # in a Hugging Face model whose text encoder is one file
+    path = find_tokenizer(encoder, (beside_folder, *extra_folders))
+    return _tokenizer_at(path, files_of(path))
 
 
 @functools.lru_cache(maxsize=4)
-def _tokenizer_at(path: Path) -> PromptTokenizer:
+def _tokenizer_at(path: Path, files: tuple[FileIdentity, ...]) -> PromptTokenizer:
     return load_tokenizer(path)
 
 
-def _short_name(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}" if path.is_dir() else path.stem
+def _short_name(path: Path, dtype: str) -> str:
+    """Tells apart what one workflow may load: also the same file in two precisions."""
+    name = f"{path.parent.name}/{path.name}" if path.is_dir() else path.stem
+    return name if dtype == AS_STORED else f"{name}, {dtype}"
 
 
 def _storage_dtype(layout: Layout) -> Any:
     with torch.device("meta"):
         return type(layout.build()).storage_dtype
-
-
-def _is_unchanged(checkpoint: Checkpoint) -> bool:
-    try:
-        checkpoint.verify_unchanged()
-    except CheckpointError:
-        return False
-    return True

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..h3.audio_vae import normalise_loudness
+from ..h3.windows import decode_plan
 from ..memory.handle import Handle
 from .load import CATEGORY
 from .runtime import runtime
@@ -51,7 +54,7 @@ class LazyH3DecodeVideo:
         report = shared.progress(1)
         with video_vae.use("decoder", node=shared.host.executing()) as model, torch.inference_mode():
             chunks = model.decode_stream(video, rule=tile_blending, single_frame=single_frame, on_window=report)
-            frames = torch.cat([chunk.cpu() for chunk in chunks])
+            frames = _joined(chunks, decode_plan(video.shape[2], model.config).num_frames)
         return (frames,)
 
 
@@ -91,6 +94,17 @@ class LazyH3DecodeAudio:
         if limit_loudness:
             waveform = normalise_loudness(waveform)
         return ({"waveform": waveform, "sample_rate": audio_vae.config.sampling_rate},)
+
+
+def _joined(chunks: Iterator[torch.Tensor], num_frames: int) -> torch.Tensor:
+    """The chunks in one tensor on the CPU, never held twice."""
+    first = next(chunks)
+    frames = torch.empty(num_frames, *first.shape[1:])
+    done = 0
+    for chunk in itertools.chain([first], chunks):
+        frames[done : done + len(chunk)] = chunk
+        done += len(chunk)
+    return frames
 
 
 def _stream(latent: dict[str, Any], index: int) -> torch.Tensor:

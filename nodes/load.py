@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..memory.checkpoint import FileIdentity
 from ..memory.component import Component
 from ..memory.handle import Handle
 from ..memory.resource import Identity
-from .catalogue import AS_STORED, DTYPES
+from .catalogue import AS_STORED, DTYPES, files_of
 from .runtime import runtime
 
 CATEGORY = "Lazy H3"
@@ -54,10 +53,12 @@ class LazyH3Loader:
 
     @classmethod
     def IS_CHANGED(cls, *, dtype: str = AS_STORED, **inputs: Any) -> str:
-        """Changes with the files on disk. Never raises: a missing file shows when the node runs."""
+        """Changes with the files on disk. Never raises: a missing file shows when the node runs, and a linked name then, too."""
         runtime().attachment.touch()
+        if None in inputs.values():
+            return dtype
         try:
-            files = [FileIdentity.of(path) for _, path in cls.paths(**inputs).values()]
+            files = [file for _, path in cls.paths(**inputs).values() for file in files_of(path)]
         except ERRORS as error:
             return json.dumps([str(error), dtype])
         return json.dumps([*([file.path, file.size, file.mtime_ns] for file in files), dtype])
@@ -81,6 +82,11 @@ class _FileLoader(LazyH3Loader):
             "required": {"file": (runtime().host.model_files(cls.FOLDER), {"tooltip": cls.FILE_TOOLTIP})},
             "optional": {"dtype": DTYPE_INPUT},
         }
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, file: str | None = None) -> bool | str:
+        """In place of the host's own check, which lists the other files but does not say what to do."""
+        return file is None or _found(cls.paths, file=file)
 
     @classmethod
     def paths(cls, *, file: str) -> dict[int, tuple[str, Path]]:
@@ -160,6 +166,19 @@ class LazyH3FolderLoader(LazyH3Loader):
         }
 
     @classmethod
+    def VALIDATE_INPUTS(cls, folder: str | None = None) -> bool | str:
+        return folder is None or _found(cls.paths, folder=folder)
+
+    @classmethod
     def paths(cls, *, folder: str) -> dict[int, tuple[str, Path]]:
         root = runtime().host.model_path("diffusers", folder)
         return {slot: (kind, root / subfolder) for slot, (kind, subfolder) in enumerate(cls.SUBFOLDERS)}
+
+
+def _found(paths: Callable[..., Any], **inputs: str) -> bool | str:
+    """True, or why there is no such file."""
+    try:
+        paths(**inputs)
+    except ERRORS as error:
+        return str(error)
+    return True

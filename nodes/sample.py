@@ -135,7 +135,7 @@ class LazyH3Sampler:
         shared = runtime()
         shared.attachment.touch()
         states, options = _only_condition(positive)
-        start = _streams(latent)
+        start = _streams(latent, dit.config)
         plan = SCHEDULES[schedule](max(steps, round(steps / denoise)), video_shift, audio_shift).last(steps)
         draw = NOISES[noise](start.video.shape, start.audio.shape, torch.Generator().manual_seed(seed))
         report = shared.progress(steps)
@@ -173,13 +173,25 @@ def _only_condition(positive: list[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
     return states, options
 
 
-def _streams(latent: dict[str, Any]) -> sampling.Latents:
+def _streams(latent: dict[str, Any], config: DiTConfig) -> sampling.Latents:
     samples = latent["samples"]
     if not getattr(samples, "is_nested", False):
         raise ValueError("The latent holds no sound; use the node Empty audio-video latent (Lazy H3) or core's for MiniMax-H3.")
     if latent.get("noise_mask") is not None:
         raise ValueError("The latent has a noise mask, which this sampler does not take yet; remove the mask.")
     video, audio = samples.unbind()[:2]
-    if video.shape[0] != 1:
-        raise ValueError(f"The latent is a batch of {video.shape[0]}; H3 makes one clip at a time.")
+    if len(video) != 1:
+        raise ValueError(f"The latent is a batch of {len(video)}; H3 makes one clip at a time.")
+    _check_shape("video", video, 1, config.in_channels, "T", "h", "w")
+    _check_shape("sound", audio, 1, config.audio_in_channels, STEREO, "T")
     return sampling.Latents(video.float().cpu(), audio.float().cpu())
+
+
+def _check_shape(stream: str, latent: torch.Tensor, *expected: int | str) -> None:
+    """Sizes that are names in ``expected`` may be anything."""
+    pairs = zip(latent.shape, expected, strict=False)
+    if latent.dim() != len(expected) or any(size != wanted for size, wanted in pairs if isinstance(wanted, int)):
+        raise ValueError(
+            f"The latent's {stream} has the shape {list(latent.shape)}, but this diffusion model makes "
+            f"[{', '.join(map(str, expected))}]; use the node Empty audio-video latent (Lazy H3)."
+        )

@@ -34,6 +34,7 @@ def test_cached_output_finishes_without_start(trace, cache):
         assert trace.taken() == "S1 X1 F1 S2 X2 F2 S3 X3 F3 end"
     else:
         assert trace.taken() == "F3 end"
+        assert result.outputs == {"3": {"text": ["te+a"]}}
         assert (result.cached, result.executed) == (["1", "2", "3"], [])
 
 
@@ -239,9 +240,11 @@ def test_raising_finish_handler_or_reset_is_not_survived(trace, where):
 
     spy = type("Spy", (ProgressHandler,), {where: explode})
     host = recording_host(trace, {"Show": with_handler(trace, spy)})
+    prompts = [chain(text="a"), chain(text="b")]
+    if where == "reset":  # which comes when the next prompt begins
+        host.run(prompts.pop(0))
     with pytest.raises(RuntimeError, match="spy"):
-        for text in "ab":
-            host.run(chain(text=text))
+        host.run(prompts[0])
     assert host.running is None
 
 

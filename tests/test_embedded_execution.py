@@ -1,5 +1,6 @@
 """Running nodes: lists, lazy inputs, blockers, expansions, async, loops, errors, interrupts (host contract, sections 2, 3, 9)."""
 
+import _thread
 import asyncio
 import gc
 import threading
@@ -57,7 +58,10 @@ def test_node_that_takes_lists_is_called_once_with_them(trace):
 def test_empty_list_is_an_error_that_names_the_input(trace):
     prompt = {"1": node("Many", count=0), "end": node("Show", value=["1", 0])}
     error = recording_host(trace).run(prompt).error
-    assert (error.node_id, error.message) == ("end", "Input 'value' of node end received an empty list: give it at least one value.")
+    assert (error.node_id, error.message) == (
+        "end",
+        "Input 'value' of node end received an empty list: give it at least one value.",
+    )
 
 
 def test_blocker_in_a_list_blocks_its_item_only_and_tells_its_message_once(trace):
@@ -107,6 +111,9 @@ def test_lazy_node_that_asks_for_a_constant_fails_by_name(trace):
 
         def check_lazy_status(self, a=None):
             return ["b"]
+
+        def run(self, a):
+            return (a,)
 
     error = recording_host(trace, {"Greedy": Greedy}).run({"1": node("Greedy", a=1), "2": node("Show", value=["1", 0])}).error
     assert error.message == "Node 1 asks for its input 'b', which is not linked: link it or give it a value."
@@ -165,15 +172,20 @@ def test_loop_inhibits_its_body_whose_nodes_vanish_without_finishing(trace, cach
 
         @classmethod
         def INPUT_TYPES(cls):
-            return {"required": {"rounds": ("INT",)}, "hidden": {"prompt": "DYNPROMPT", "todo": "EXECUTION_LIST", "me": "UNIQUE_ID"}}
+            return {
+                "required": {"rounds": ("INT",)},
+                "hidden": {"prompt": "DYNPROMPT", "todo": "EXECUTION_LIST", "me": "UNIQUE_ID"},
+            }
 
         def run(self, rounds, prompt, todo, me):
-            rounds_of_body = {f"{me}.{index}": node("Use", model="round", text=str(index)) for index in range(rounds)}
-            last = f"{me}.{rounds - 1}"
             todo.inhibit_nodes(["2"])
-            prompt.override_node("3", node("Use", model=[last, 0], text="closed"))
-            todo.add_link(last, "3")
-            return {"expand": rounds_of_body, "result": (None,)}
+            prompt.override_node("3", node("Use", model=[me, 0], text="close"))
+            todo.add_link(me, "3")
+            copies = {
+                f"{me}.{index}": node("Use", model=[f"{me}.{index - 1}", 0] if index else "start", text="body")
+                for index in range(rounds)
+            }
+            return {"expand": copies, "result": ([f"{me}.{rounds - 1}", 0],)}
 
     prompt = {
         "1": node("Loop", rounds=2),
@@ -181,17 +193,7 @@ def test_loop_inhibits_its_body_whose_nodes_vanish_without_finishing(trace, cach
         "3": node("Use", model=["2", 0], text="close"),
         "end": node("Show", value=["3", 0]),
     }
-    host = recording_host(trace, {"Loop": Loop}, cache=cache)
-    # the loop adds its link before the nodes exist, so they are given to the prompt beforehand, as core's loop does
-    original = Loop.run
-
-    def run(self, rounds, prompt, todo, me):
-        prompt.add_ephemeral_node(f"{me}.{rounds - 1}", node("Use", model="round", text=str(rounds - 1)), me, me)
-        return original(self, rounds, prompt, todo, me)
-
-    Loop.run = run
-    result = host.run(prompt)
-    assert result.outputs["end"]["text"] == ["round+1+closed"]
+    assert shown(trace, prompt, {"Loop": Loop}, cache=cache) == ["start+body+body+close"]
     assert not {"S2", "X2", "F2"} & set(trace.events)
 
 
@@ -230,23 +232,27 @@ def test_error_after_an_await_fails_the_node(trace):
 
 
 @pytest.mark.parametrize("how", ["success", "Fail", "Stop"])
-def test_tasks_left_at_the_end_are_cancelled_on_the_worker_thread_without_context(trace, how):
+def test_tasks_left_at_the_end_are_cancelled_on_the_worker_thread(trace, how):
     ended = []
 
     async def sentinel(self, value):
         task = asyncio.get_running_loop().create_task(asyncio.Event().wait())
-        task.add_done_callback(
-            lambda task: ended.append((task.cancelled(), get_executing_context(), torch.is_inference_mode_enabled(), trace.taken()[-3:]))
-        )
+        task.add_done_callback(note)
         keep.append(task)
-        return (threading.current_thread(),)
+        threads.append(threading.current_thread())
+        return (value,)
 
-    keep = []
+    def note(task):
+        ended.append(
+            (task.cancelled(), threading.current_thread() in threads, torch.is_inference_mode_enabled(), trace.taken()[-3:])
+        )
+
+    keep, threads = [], []
     prompt = {"1": node("Attach", value=1), "2": node("Use", model=["1", 0], text="x"), "3": node("Show", value=["2", 0])}
     if how != "success":
         prompt["2"] = node(how, value=["1", 0])
     recording_host(trace, {"Attach": node_class(sentinel, {"value": ANY})}).run(prompt)
-    assert ended == [(True, None, False, "end")]
+    assert ended == [(True, True, False, "end")]
 
 
 def test_nodes_run_under_inference_mode_on_one_worker_thread(trace):
@@ -275,6 +281,18 @@ def test_interrupt_from_another_thread_stops_at_the_next_check(trace):
 
     result = recording_host(trace, {"Work": output(work)}).run({"1": node("Work", value=1)})
     assert (result.status, result.error.node_id) == ("interrupted", "1")
+
+
+def test_ctrl_c_interrupts_the_prompt_and_is_raised_when_it_has_ended(trace):
+    def work(self, value):
+        _thread.interrupt_main()
+        while True:
+            throw_exception_if_processing_interrupted()
+
+    host = recording_host(trace, {"Work": output(work)})
+    with pytest.raises(KeyboardInterrupt):
+        host.run({"1": node("Work", value=1)}, prompt_id="p")
+    assert host.history["p"].status == "interrupted"
 
 
 def test_interrupt_wakes_nodes_that_poll_while_they_wait(trace):
@@ -335,7 +353,9 @@ def test_progress_reaches_the_handler_also_from_a_helper_thread(trace):
 
     progress = []
     host = recording_host(trace, {"Work": output(work)})
-    host.on_event(lambda name, data: progress.append((data["node"], data["value"], data["max"])) if name == "node_progress" else None)
+    host.on_event(
+        lambda name, data: progress.append((data["node"], data["value"], data["max"])) if name == "node_progress" else None
+    )
     host.run({"1": node("Work", value=1)})
     assert progress == [("1", 1, 4), ("1", 4, 8)]
     assert host.progress.nodes["1"] == {"state": host.progress.nodes["1"]["state"], "value": 8, "max": 8}
@@ -378,7 +398,9 @@ def test_seconds_are_measured_per_node_that_ran(trace):
 
 
 def test_node_cannot_run_a_prompt_in_its_own_host(trace):
-    result = recording_host(trace, {"Again": output(lambda self, value: current_host().run(chain()))}).run({"1": node("Again", value=1)})
+    result = recording_host(trace, {"Again": output(lambda self, value: current_host().run(chain()))}).run(
+        {"1": node("Again", value=1)}
+    )
     assert "return an expansion instead" in result.error.message
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from . import audio_vae, dit, text_encoder, video_vae
+from . import audio_vae, dit, text_encoder, tiny_vae, video_vae
 from .layout import FormatError, Layout, TensorInfo, Tensors
 from .recipe import Recipe, Rows
 
-READERS = (dit, text_encoder, video_vae, audio_vae)
+READERS = (dit, text_encoder, video_vae, audio_vae, tiny_vae)
 
 
 def recognise(tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, Any] | None = None) -> Layout:

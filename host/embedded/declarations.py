@@ -79,7 +79,7 @@ class Declarations:
 
     def is_async(self, class_type: str) -> bool:
         node_class = self.node_class(class_type)
-        return inspect.iscoroutinefunction(getattr(node_class, node_class.FUNCTION))
+        return inspect.iscoroutinefunction(getattr(node_class, getattr(node_class, "FUNCTION", ""), None))
 
     def is_tied_to_id(self, class_type: str) -> bool:
         """Two nodes of this class are never the same, whatever their inputs."""

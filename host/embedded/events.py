@@ -30,7 +30,7 @@ class RunEvents(ProgressHandler):
         self._started[node_id] = time.monotonic()
         self._emit("node_started", {"node": node_id, "prompt_id": prompt_id})
 
-    def update_handler(  # noqa: PLR0917  (called by position)
+    def update_handler(
         self, node_id: str, value: float, max_value: float, state: NodeProgressState, prompt_id: str, image: Any = None
     ) -> None:
         self._emit("node_progress", {"node": node_id, "value": value, "max": max_value, "prompt_id": prompt_id})

@@ -168,7 +168,7 @@ class PromptExecutor:
                 return
             outcome.executed.append(node_id)
         else:
-            self._reuse(runner, node_id, entry)
+            runner.reuse(node_id, entry)
         runner.registry.finish_progress(node_id)
         runner.execution_list.complete(node_id)
 
@@ -177,11 +177,6 @@ class PromptExecutor:
             return await runner.advance(node_id)
         except (Exception, InterruptProcessingException) as error:
             raise NodeStopped(node_id) from error
-
-    def _reuse(self, runner: NodeRunner, node_id: str, entry: CacheEntry) -> None:
-        if entry.ui:
-            runner.shown[node_id] = entry.ui
-        runner.execution_list.deliver(node_id, entry)
 
     def _failed(self, job: Job, outcome: Outcome, node_id: str, error: BaseException | None) -> None:
         class_type = job.prompt[node_id]["class_type"]

@@ -6,7 +6,7 @@ One Folders per host. The functions of this module are those of the current host
 from __future__ import annotations
 
 import mimetypes
-import os.path
+import os
 import re
 import shutil
 import tempfile
@@ -96,9 +96,10 @@ class Folders:
     def get_filename_list(self, kind: str) -> list[str]:
         """Names of the model files of a kind, relative to their folder, with slashes, sorted."""
         names = set()
-        for folder in map(Path, self.get_folder_paths(kind)):
-            names |= {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.suffix.lower() in MODEL_SUFFIXES}
-        return sorted(names)
+        for folder in self.get_folder_paths(kind):
+            for place, _, files in os.walk(folder, followlinks=True):
+                names |= {Path(place, file).relative_to(folder).as_posix() for file in files}
+        return sorted(name for name in names if Path(name).suffix.lower() in MODEL_SUFFIXES)
 
     def get_full_path(self, kind: str, name: str) -> str | None:
         """Path of a model file, None if there is no such file."""

@@ -9,7 +9,7 @@ import random
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,12 +139,11 @@ class EmbeddedHost:
         exception; only what would kill ComfyUI's worker is raised: an error in a handler's finish_handler or reset.
         """
         self._refuse_on_worker()
-        job = self._submit(self._run, copy.deepcopy(dict(prompt)), prompt_id or uuid.uuid4().hex, outputs, dict(extra_data or {}))
+        arguments = (copy.deepcopy(dict(prompt)), prompt_id or uuid.uuid4().hex, outputs, dict(extra_data or {}))
         try:
-            return job.result()
+            return self._submit(self._run, *arguments).result()
         except KeyboardInterrupt:
-            self.interrupt()
-            job.result()
+            self._interrupt_until_idle()
             raise
 
     def validate(self, prompt: Mapping[str, Any], outputs: Collection[str] | None = None) -> Validation:
@@ -184,6 +183,13 @@ class EmbeddedHost:
     def _refuse_on_worker(self) -> None:
         if threading.current_thread() is self._worker_thread:
             raise RuntimeError("A node cannot run a prompt in the host that runs the node: return an expansion instead.")
+
+    def _interrupt_until_idle(self) -> None:
+        """Again and again, because a prompt that is about to begin forgets earlier interrupts."""
+        idle = self._submit(lambda: None)
+        while not idle.done():
+            self.interrupt()
+            wait([idle], timeout=0.1)
 
     def _submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         return self._worker.submit(function, *args)

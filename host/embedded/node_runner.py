@@ -50,6 +50,11 @@ class NodeRunner:
             return None
         return self._published(node_id, self._merged(node_id, returned))
 
+    def reuse(self, node_id: str, entry: CacheEntry) -> None:
+        """The node's outputs are known: show what it showed, hand out what it gave."""
+        self._show(node_id, entry.ui or {})
+        self.execution_list.deliver(node_id, entry)
+
     def _published(self, node_id: str, outputs: list[list[Any]]) -> CacheEntry:
         entry = CacheEntry(self.shown.get(node_id), outputs)
         self.execution_list.deliver(node_id, entry)

@@ -35,7 +35,7 @@ class ProgressHandler:
     def start_handler(self, node_id: str, state: NodeProgressState, prompt_id: str) -> None:
         """A node begins, or begins again because a lazy input has arrived."""
 
-    def update_handler(  # noqa: PLR0917  (called by position)
+    def update_handler(
         self, node_id: str, value: float, max_value: float, state: NodeProgressState, prompt_id: str, image: Any = None
     ) -> None:
         """A node made ``value`` of ``max_value`` steps."""

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from lazy_h3.memory.graph import ANY, PLAIN_TYPES, Key, Node, NodeClass, Trail, ancestors, link_of, trails
+
+LOADER = ("loader", 0)
+CLASSES = {
+    "Loader": NodeClass(("MODEL",)),
+    "FolderLoader": NodeClass(("TEXT_ENCODER", "DIT")),
+    "Encode": NodeClass(("CONDITIONING",), carries=frozenset()),
+    "Sample": NodeClass(("LATENT",)),
+    "Decode": NodeClass(("IMAGE",)),
+    "Save": NodeClass(()),
+    "Switch": NodeClass(("*",)),
+    "Reroute": NodeClass(("*",)),
+    "Lora": NodeClass(("MODEL", "CLIP")),
+    "Both": NodeClass(("IMAGE", "MODEL")),
+    "Second only": NodeClass(("MODEL", "MODEL"), carries=frozenset({1})),
+}
+
+
+def graph(**nodes: tuple[Any, ...]) -> dict[str, Node]:
+    """``name=(class, input, ...)``: a tuple (node, slot) is a link, everything else a constant."""
+    return {
+        name: Node(kind, {f"in{n}": list(v) if isinstance(v, tuple) else v for n, v in enumerate(inputs)})
+        for name, (kind, *inputs) in nodes.items()
+    }
+
+
+def followed(
+    nodes: Mapping[str, Node],
+    sources: Mapping[tuple[str, int], Key] | None = None,
+    constants: Mapping[str, list[Key]] | None = None,
+) -> dict[Key, Trail]:
+    return trails(nodes, CLASSES.get, {LOADER: "dit"} if sources is None else sources, constants)
+
+
+def test_a_linear_chain_ends_where_only_pictures_go_on():
+    nodes = graph(
+        loader=("Loader", "model.safetensors"),
+        sample=("Sample", LOADER, 1234),
+        decode=("Decode", ("sample", 0)),
+        save=("Save", ("decode", 0)),
+    )
+    assert followed(nodes) == {"dit": Trail({"sample": "direct wire"})}
+
+
+def test_every_user_of_a_loader_is_a_consumer():
+    nodes = graph(loader=("Loader",), a=("Sample", LOADER), b=("Sample", LOADER), c=("Sample", ("a", 0)))
+    assert followed(nodes)["dit"].consumers == {"a": "direct wire", "b": "direct wire"}
+
+
+def test_a_loader_may_be_listed_after_its_consumers():
+    nodes = dict(reversed(graph(loader=("Loader",), a=("Lora", LOADER), b=("Sample", ("a", 0))).items()))
+    assert followed(nodes)["dit"].consumers == {"a": "direct wire", "b": "passed through"}
+
+
+@pytest.mark.parametrize("carrier", ["Switch", "Reroute", "Lora"])
+def test_a_resource_travels_through_nodes_that_can_carry_it(carrier):
+    nodes = graph(loader=("Loader",), through=(carrier, LOADER), again=(carrier, ("through", 0)), use=("Sample", ("again", 0)))
+    assert followed(nodes)["dit"].consumers == {
+        "through": "direct wire",
+        "again": "passed through",
+        "use": "passed through",
+    }
+
+
+def test_both_branches_of_a_switch_are_followed_with_their_own_resource():
+    nodes = graph(
+        loader=("Loader", "a"), other=("Loader", "b"), switch=("Switch", LOADER, ("other", 0)), use=("Sample", ("switch", 0))
+    )
+    found = followed(nodes, {LOADER: "a", ("other", 0): "b"})
+    assert found["a"].consumers == found["b"].consumers == {"switch": "direct wire", "use": "passed through"}
+
+
+def test_slots_are_followed_one_by_one():
+    nodes = graph(
+        loader=("FolderLoader",),
+        encode=("Encode", ("loader", 0)),
+        sample=("Sample", ("loader", 1), ("encode", 0)),
+        both=("Both", ("loader", 1)),
+        picture=("Save", ("both", 0)),
+        model=("Save", ("both", 1)),
+    )
+    found = followed(nodes, {("loader", 0): "text encoder", ("loader", 1): "dit"})
+    assert found["text encoder"].consumers == {"encode": "direct wire"}
+    assert found["dit"].consumers == {"sample": "direct wire", "both": "direct wire", "model": "passed through"}
+
+
+def test_a_class_that_declares_its_carrying_slots_is_taken_at_its_word():
+    nodes = graph(loader=("Loader",), two=("Second only", LOADER), first=("Save", ("two", 0)), second=("Save", ("two", 1)))
+    assert followed(nodes)["dit"].consumers == {"two": "direct wire", "second": "passed through"}
+
+
+def test_an_unknown_class_may_carry_anything_anywhere():
+    nodes = graph(
+        loader=("Loader",), mystery=("Not installed", LOADER), use=("Sample", ("mystery", 7)), after=("Save", ("use", 0))
+    )
+    assert followed(nodes)["dit"].consumers == {"mystery": "unknown class", "use": "passed through"}
+
+
+def test_a_slot_beyond_the_declared_ones_may_carry():
+    nodes = graph(loader=("Loader",), decode=("Decode", LOADER), use=("Save", ("decode", 3)))
+    assert followed(nodes)["dit"].consumers == {"decode": "direct wire", "use": "passed through"}
+
+
+@pytest.mark.parametrize("plain", sorted(PLAIN_TYPES))
+def test_a_plain_type_ends_the_trail(plain):
+    classes = {**CLASSES, "Foreign": NodeClass((plain,))}
+    nodes = graph(loader=("Loader",), foreign=("Foreign", LOADER), use=("Save", ("foreign", 0)))
+    assert trails(nodes, classes.get, {LOADER: "dit"})["dit"].consumers == {"foreign": "direct wire"}
+
+
+@pytest.mark.parametrize("kind", ["MODEL", "CLIP", "VAE", "CONDITIONING", "GUIDER", "*", "LAZYH3_DIT", "['a', 'b']"])
+def test_any_other_type_carries_on(kind):
+    classes = {**CLASSES, "Foreign": NodeClass((kind,))}
+    nodes = graph(loader=("Loader",), foreign=("Foreign", LOADER), use=("Save", ("foreign", 0)))
+    assert trails(nodes, classes.get, {LOADER: "dit"})["dit"].consumers.keys() == {"foreign", "use"}
+
+
+def test_two_loaders_of_one_resource_are_one_trail():
+    nodes = graph(loader=("Loader",), twin=("Loader",), a=("Sample", LOADER), b=("Sample", ("twin", 0)))
+    assert followed(nodes, {LOADER: "dit", ("twin", 0): "dit"})["dit"].consumers.keys() == {"a", "b"}
+
+
+def test_a_resource_that_nobody_uses_has_an_empty_trail():
+    assert followed(graph(loader=("Loader",), other=("Save", 1))) == {"dit": Trail({})}
+
+
+def test_a_constant_of_an_expansion_starts_a_trail_at_its_holder():
+    nodes = graph(held=("Lora", object()), use=("Sample", ("held", 0)), other=("Save", 2))
+    found = followed(nodes, {}, {"held": ["dit", "vae"]})
+    assert found["dit"].consumers == found["vae"].consumers
+    assert found["dit"].consumers == {"held": "constant in an expansion", "use": "passed through"}
+
+
+def test_a_resource_may_be_wired_and_held_at_once():
+    nodes = graph(loader=("Loader",), a=("Sample", LOADER), held=("Switch", object()), b=("Sample", ("held", 0)))
+    assert followed(nodes, {LOADER: "dit"}, {"held": ["dit"]})["dit"].consumers == {
+        "a": "direct wire",
+        "held": "constant in an expansion",
+        "b": "passed through",
+    }
+
+
+def test_a_holder_that_is_not_in_the_graph_is_still_a_consumer():
+    assert followed({}, {}, {"2.0.0.1": ["dit"]}) == {"dit": Trail({"2.0.0.1": "constant in an expansion"})}
+
+
+def test_a_loader_with_computed_inputs_may_load_anything():
+    nodes = graph(name=("Switch", 1), loader=("Loader", ("name", 0)), use=("Sample", LOADER))
+    assert followed(nodes, {LOADER: ANY})[ANY].consumers == {"use": "direct wire"}
+
+
+def test_a_cycle_ends():
+    nodes = graph(loader=("Loader", ("b", 0)), a=("Switch", LOADER, ("b", 0)), b=("Switch", ("a", 0)), use=("Save", ("b", 0)))
+    assert followed(nodes)["dit"].consumers.keys() == {"loader", "a", "b", "use"}
+
+
+def test_links_to_nodes_that_are_not_there_lead_nowhere():
+    nodes = graph(loader=("Loader",), a=("Sample", ("gone", 0), LOADER))
+    assert followed(nodes)["dit"].consumers == {"a": "direct wire"}
+    assert ancestors(nodes, ["a", "never was"]) == {"a", "loader"}
+
+
+def test_ancestors_are_what_the_targets_need():
+    nodes = graph(a=("Loader",), b=("Switch", ("a", 0)), c=("Save", ("b", 0), ("a", 0)), d=("Save", ("a", 0)))
+    assert ancestors(nodes, ["c"]) == {"a", "b", "c"}
+    assert ancestors(nodes, []) == set()
+    looped = graph(a=("Switch", ("b", 0)), b=("Switch", ("a", 0)))
+    assert ancestors(looped, ["a"]) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("value", "link"),
+    [
+        (["7", 0], ("7", 0)),
+        (["12:3", 2.0], ("12:3", 2)),
+        (("2.0.0.1", 1), ("2.0.0.1", 1)),
+        (["7", True], None),
+        (["7", "0"], None),
+        ([7, 0], None),
+        (["7"], None),
+        (["7", 0, 0], None),
+        (["7", 0.5], None),
+        (["7", float("nan")], None),
+        (["7", float("inf")], None),
+        ("70", None),
+        (7, None),
+        (None, None),
+        ({"7": 0}, None),
+    ],
+)
+def test_a_link_is_a_node_and_a_slot(value, link):
+    assert link_of(value) == link
+
+
+def wide_graph(num_nodes: int, rng: random.Random) -> dict[str, Node]:
+    nodes = graph(loader=("Loader",))
+    names = ["loader"]
+    for n in range(num_nodes):
+        links = [[rng.choice(names[-50:]), rng.randrange(3)] for _ in range(4)]
+        nodes[str(n)] = Node("Not installed", {str(k): link for k, link in enumerate(links)})
+        names.append(str(n))
+    return nodes
+
+
+def num_class_questions(num_nodes: int) -> int:
+    """How often a graph of this size asks which slots carry: once a node and slot, if it is linear."""
+    asked = 0
+
+    class Carrying(NodeClass):
+        def may_carry(self, slot: int) -> bool:
+            nonlocal asked
+            asked += 1
+            return True
+
+    nodes = wide_graph(num_nodes, random.Random(0))
+    sources = {("loader", slot): "dit" for slot in range(3)}
+    found = trails(nodes, lambda _: Carrying(("*",)), sources)
+    assert len(found["dit"].consumers) > num_nodes // 2
+    return asked
+
+
+def test_following_costs_no_more_than_linear():
+    """Each node is looked at once, however many wires lead to it."""
+    small, large = num_class_questions(200), num_class_questions(2000)
+    assert large <= 11 * small
+    assert large <= 3 * 2000
+
+
+def test_a_hub_with_many_wires_in_and_out_is_looked_at_once():
+    num_wires = 1500
+    nodes = {"loader": Node("Loader", {})}
+    nodes |= {f"in{n}": Node("Switch", {"x": ["loader", 0]}) for n in range(num_wires)}
+    nodes["hub"] = Node("Not installed", {str(n): [f"in{n}", 0] for n in range(num_wires)})
+    nodes |= {f"out{n}": Node("Save", {"x": ["hub", n]}) for n in range(num_wires)}
+    assert len(followed(nodes)["dit"].consumers) == 2 * num_wires + 1
