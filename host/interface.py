@@ -18,6 +18,14 @@ class Host(Protocol):
     def progress_module(self) -> Any:
         """``get_progress_state``, ``ProgressHandler``: ComfyUI's names."""
 
+    @property
+    def management(self) -> Any:
+        """ComfyUI's model_management, or an object with its names."""
+
+    @property
+    def patcher_base(self) -> type:
+        """The class of the host's list of loaded models."""
+
     def device(self) -> torch.device:
         """Where models compute."""
 

@@ -67,7 +67,8 @@ class Store:
 
     ``budget``: cap on weight bytes per pool, None for what the machine has. ``pretended_total``: the size of the pool in tests
     and what-if runs. ``on_use(resource)`` observers run when a resource is about to be used; ``on_fill`` observers see progress
-    and may raise to cancel; ``before_fill(resource, bytes)`` may ask others to make room.
+    and may raise to cancel; ``on_change(resource, is_resident)`` follow fills and drops; ``before_fill(resource, bytes)`` may ask
+    others to make room.
     """
 
     def __init__(self, ledger: Ledger | None = None, budget: int | None = None, pretended_total: int | None = None) -> None:
@@ -77,6 +78,7 @@ class Store:
         self.pretended_total = pretended_total
         self.on_use: list[Callable[[Resource], None]] = []
         self.on_fill: list[OnFill] = []
+        self.on_change: list[Callable[[Resource, bool], None]] = []
         self.before_fill: list[Callable[[Resource, int], None]] = []
         self.last_refusal: MemoryRefused | None = None
         self._known: weakref.WeakValueDictionary[Identity, Resource] = weakref.WeakValueDictionary()
@@ -258,7 +260,10 @@ class Store:
             self._changed.notify_all()
             if not entry.resource.resident_parts():
                 self._forget(entry)
-            elif not entry.pins:
+                return
+            for observer in self.on_change:
+                observer(entry.resource, True)
+            if not entry.pins:
                 self._release_as_asked(entry)
 
     def _forget(self, entry: _Entry) -> None:
@@ -338,6 +343,8 @@ class Store:
             devices.collect_and_trim()
             left = resource.live_bytes()
         self._forget(entry)
+        for observer in self.on_change:
+            observer(resource, False)
         self.ledger.record("release", resource.name, nbytes - left, reason)
         if left:
             self._haunted.append(resource)

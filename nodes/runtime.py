@@ -13,6 +13,7 @@ import torch
 from ..host.attachment import Attachment
 from ..host.comfy.host import ComfyHost, is_comfy_running
 from ..host.interface import Host, Progress
+from ..host.residency import Residency
 from ..memory.component import Component
 from ..memory.handle import Handle
 from ..memory.resource import Resource
@@ -35,6 +36,7 @@ class Runtime:
         self.store = store or Store()
         self.catalogue = catalogue or Catalogue()
         self.policy = policy
+        self.residency = Residency(self.store, host.management, host.patcher_base)
         self.attachment = Attachment(host, self.store, self._keeps)
         self.store.on_fill.append(_FillProgress(host))
 

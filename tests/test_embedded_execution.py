@@ -1,8 +1,8 @@
 """Running nodes: lists, lazy inputs, blockers, expansions, async, loops, errors, interrupts (host contract, sections 2, 3, 9)."""
 
-import _thread
 import asyncio
 import gc
+import signal
 import threading
 import weakref
 
@@ -283,9 +283,10 @@ def test_interrupt_from_another_thread_stops_at_the_next_check(trace):
     assert (result.status, result.error.node_id) == ("interrupted", "1")
 
 
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs a signal that wakes the main thread")
 def test_ctrl_c_interrupts_the_prompt_and_is_raised_when_it_has_ended(trace):
     def work(self, value):
-        _thread.interrupt_main()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         while True:
             throw_exception_if_processing_interrupted()
 

@@ -28,6 +28,18 @@ class ComfyHost:
 
         return progress
 
+    @property
+    def management(self) -> Any:
+        from comfy import model_management
+
+        return model_management
+
+    @property
+    def patcher_base(self) -> type:
+        from comfy.model_patcher import ModelPatcher
+
+        return ModelPatcher
+
     def device(self) -> torch.device:
         import comfy.model_management
 

@@ -14,6 +14,7 @@ from ..nested import NestedLatent
 from . import progress
 from .context import get_executing_context
 from .host import EmbeddedHost
+from .model_management import ModelManagement, ModelPatcher
 
 
 class EmbeddedPort:
@@ -24,6 +25,12 @@ class EmbeddedPort:
     def __init__(self, host: EmbeddedHost, device: torch.device | None = None) -> None:
         self._host = host
         self._device = device or _best_device()
+
+    patcher_base: type = ModelPatcher
+
+    @property
+    def management(self) -> ModelManagement:
+        return self._host.model_management
 
     def device(self) -> torch.device:
         return self._device
