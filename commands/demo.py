@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +27,14 @@ def demo_models() -> Path:
     folder = cache_folder() / MODEL_VERSION
     if not folder.is_dir():
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-        make_checkpoint(unfinished, tiny())
         try:
+            make_checkpoint(unfinished, tiny())
             unfinished.rename(folder)
         except OSError:
             if not folder.is_dir():
                 raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 

@@ -57,9 +57,8 @@ def imports_of(file: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((0, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.level, node.module or ""
-            if not node.module:
-                yield from ((node.level, alias.name) for alias in node.names)
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            yield from ((node.level, name) for name in names)
 
 
 def rooms_imported_by(file: Path) -> set[str]:
