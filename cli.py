@@ -197,7 +197,7 @@ def _settings(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def _size(text: str) -> int:
-    from .commands.units import parsed_bytes
+    from .memory.units import parsed_bytes
 
     try:
         return parsed_bytes(text)

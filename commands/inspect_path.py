@@ -9,6 +9,7 @@ from typing import Any
 
 from ..h3.formats import FormatError
 from ..memory.checkpoint import CheckpointError, open_checkpoint
+from ..memory.units import shown_bytes
 from ..nodes.catalogue import identified
 from ..nodes.load import LazyH3FolderLoader
 
@@ -60,7 +61,7 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
         if entry["component"]:
             yield f"  {entry['component']}, {entry['layout']} layout, variant {entry['variant']}"
         if "bytes" in entry:
-            precisions = ", ".join(f"{name} {nbytes / (1 << 30):.2f} GiB" for name, nbytes in entry["precision"].items())
+            precisions = ", ".join(f"{name} {shown_bytes(nbytes)}" for name, nbytes in entry["precision"].items())
             yield f"  {entry['tensors']} tensors in {entry['files']} file(s): {precisions}"
         if entry.get("ignored_tensors"):
             reasons = "; ".join(sorted(set(entry["ignored"].values())))

@@ -16,11 +16,11 @@ from ..host.embedded.host import EmbeddedHost
 from ..host.embedded.port import EmbeddedPort
 from ..memory.ledger import Event
 from ..memory.store import Store
+from ..memory.units import shown_bytes
 from ..nodes import NODE_CLASS_MAPPINGS
 from ..nodes.runtime import Policy, Runtime, installed
 from .canvas import api_prompt
 from .report import Report, RunRecord, sampled_memory
-from .units import shown_bytes
 
 log = logging.getLogger("lazy_h3")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..memory.units import shown_bytes
 from .report import Report
-from .units import shown_bytes
 
 
 def summary(report: Report) -> Iterator[str]:

@@ -45,6 +45,12 @@ class Attachment:
         self.session.begin()
         return self.session
 
+    async def turn(self) -> None:
+        """First thing in a heavy node: waits until it may compute, so that branches of the graph share one load of each model."""
+        session, executing = self.touch(), self.host.executing()
+        if session is not None and executing is not None:
+            await session.turn(executing[1], self.host.raise_if_interrupted)
+
     def started(self, node: str) -> None:
         """The host begins a node."""
         if self.session is not None:

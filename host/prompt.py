@@ -96,7 +96,8 @@ def _loaded(cls: Any, inputs: Mapping[str, Any]) -> Mapping[int, Key]:
 @functools.lru_cache(maxsize=4096)
 def _declared(cls: Any) -> NodeClass:
     carries = getattr(cls, "CARRIES", None)
-    return NodeClass(tuple(map(str, cls.RETURN_TYPES or ())), None if carries is None else frozenset(carries))
+    slots = None if carries is None else frozenset(carries)
+    return NodeClass(tuple(map(str, cls.RETURN_TYPES or ())), slots, getattr(cls, "TAKES_TURNS", False))
 
 
 @functools.lru_cache(maxsize=4096)

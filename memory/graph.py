@@ -24,10 +24,14 @@ Reason = Literal["direct wire", "passed through", "constant in an expansion", "u
 
 @dataclass(frozen=True)
 class NodeClass:
-    """What a node class declares: the types of its outputs, and which slots carry a handle on (None: judge by type)."""
+    """What a node class declares: the types of its outputs, and which slots carry a handle on (None: judge by type).
+
+    ``takes_turns``: computes with what it uses for so long that branches should share the load.
+    """
 
     output_types: tuple[str, ...]
     carries: frozenset[int] | None = None
+    takes_turns: bool = False
 
     def may_carry(self, slot: int) -> bool:
         """Whether a resource that comes in may go out by this slot."""

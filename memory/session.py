@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from .graph import ANY, Key, Node, Output, Trail, trails
 from .resource import Resource
 from .store import Store
+from .turns import Turnstile, grouped_order
 
 log = logging.getLogger("lazy_h3")
 
@@ -62,7 +63,7 @@ def _contained(method: Callable[..., None]) -> Callable[..., None]:
 class Session:
     """Releases each resource of ``store`` when no node that may still run can touch it, and the rest at the end."""
 
-    def __init__(self, prompt: Prompt, store: Store, keeps: Keeps = lambda _: None) -> None:
+    def __init__(self, prompt: Prompt, store: Store, keeps: Keeps = lambda _: None, takes_turns: bool = True) -> None:
         self.prompt = prompt
         self.prompt_id = prompt.prompt_id
         self.store = store
@@ -72,6 +73,9 @@ class Session:
         self._kept: set[Key] = set()
         self._version: Any = object()
         self._trails: dict[Key, Trail] = {}
+        self._running: set[str] = set()
+        self._order: list[str] = []
+        self._turnstile = Turnstile(self._earlier, lambda: self._running) if takes_turns else None
         self._has_failed = False
 
     @_contained
@@ -87,6 +91,8 @@ class Session:
     def started(self, node: str) -> None:
         """A node begins: it may run again, whatever it did before (loops)."""
         self.finished.discard(node)
+        self._running.add(node)
+        self._wake()
 
     @_contained
     def ended(self, node: str) -> None:
@@ -94,12 +100,13 @@ class Session:
         if self.is_over:
             return
         self.finished.add(node)
+        self._running.discard(node)
+        self._wake()
         self.store.unpin_node(self.prompt_id, node)
         candidates = [r for r in self.store.resident() if r.identity not in self._kept]
         if not candidates:
             return
-        if self.prompt.version() != self._version:
-            self._read_graph()
+        self._refresh()
         may_run = self.prompt.may_run() - self.finished
         for resource in candidates:
             if not self._remaining(resource, may_run):
@@ -117,6 +124,11 @@ class Session:
             if resource.identity not in self._kept:
                 self._release(resource, "end of the prompt")
 
+    async def turn(self, node: str, check: Callable[[], None]) -> None:
+        """Wait until ``node`` may compute, so that branches share one load of each model; ``check`` may raise to interrupt."""
+        if self._turnstile is not None and not self.is_over:
+            await self._turnstile.turn(node, check)
+
     def remaining(self, resource: Resource) -> set[str]:
         """Nodes that may still touch the resource."""
         return self._remaining(resource, self.prompt.may_run() - self.finished)
@@ -124,6 +136,26 @@ class Session:
     def _remaining(self, resource: Resource, may_run: set[str]) -> set[str]:
         known = (self._trails.get(key) for key in (resource.identity, ANY))
         return {node for trail in known if trail is not None for node in trail.consumers.keys() & may_run}
+
+    def _earlier(self, node: str) -> set[str]:
+        """Heavy nodes that should run before ``node`` and still may. An analysis that fails lets everybody go."""
+        try:
+            self._refresh()
+            position = self._order.index(node) if node in self._order else 0
+            return set(self._order[:position]) & (self.prompt.may_run() - self.finished)
+        except Exception:
+            log.exception("Lazy H3: the order of heavy nodes is unknown in prompt %s; they run as they come.", self.prompt_id)
+            self._order = []
+            return set()
+
+    def _wake(self) -> None:
+        if self._turnstile is not None:
+            self._turnstile.wake()
+
+    def _refresh(self) -> None:
+        """Read the graph again if an expansion has added to it."""
+        if self.prompt.version() != self._version:
+            self._read_graph()
 
     @_contained
     def _release(self, resource: Resource, reason: str) -> None:
@@ -145,7 +177,14 @@ class Session:
         view = self.prompt.view()
         self._sources = self.prompt.sources(view.nodes)
         self._trails = trails(view.nodes, self.prompt.classes, self._sources, view.constants)
+        self._order = grouped_order(view.nodes, self._needs(view.nodes))
         self._version = view.version
+
+    def _needs(self, nodes: Mapping[str, Node]) -> dict[str, frozenset[Key]]:
+        """What each heavy node uses."""
+        declared = {node: self.prompt.classes(spec.class_type) for node, spec in nodes.items()}
+        heavy = [node for node, cls in declared.items() if cls is not None and cls.takes_turns]
+        return {node: frozenset(key for key, trail in self._trails.items() if node in trail.consumers) for node in heavy}
 
     def _loader_runs(self, key: Key, may_run: set[str]) -> bool:
         return any(node in may_run for (node, _), source in self._sources.items() if source == key)

@@ -22,6 +22,7 @@ from . import device as devices
 from .frames import forget_locals
 from .ledger import Ledger
 from .resource import Cost, FillRequest, Identity, Parts, Resource
+from .units import shown_bytes
 
 log = logging.getLogger("lazy_h3")
 
@@ -35,10 +36,8 @@ class MemoryRefused(RuntimeError):
     """A resource does not fit. Raised before a byte of it is read."""
 
     def __init__(self, component: str, need_bytes: int, have_bytes: int, remedy: str) -> None:
-        gib = 1 << 30
-        super().__init__(
-            f"{component} needs {need_bytes / gib:.2f} GiB of memory and {have_bytes / gib:.2f} GiB are available; {remedy}"
-        )
+        need, have = shown_bytes(need_bytes), shown_bytes(have_bytes)
+        super().__init__(f"{component} needs {need} of memory and {have} are available; {remedy}")
         self.component = component
         self.need_bytes = need_bytes
         self.have_bytes = have_bytes
@@ -251,7 +250,7 @@ class Store:
         self._end_fill(entry)
         self.ledger.record("load_end", entry.resource.name, nbytes)
         seconds = max(self.ledger.now() - began, 1e-9)
-        log.info("%s: loaded %.2f GiB in %.1f s", entry.resource.name, nbytes / devices.GIB, seconds)
+        log.info("%s: loaded %s in %.1f s", entry.resource.name, shown_bytes(nbytes), seconds)
 
     def _end_fill(self, entry: _Entry) -> None:
         with self._changed:
@@ -349,7 +348,9 @@ class Store:
         if left:
             self._haunted.append(resource)
             log.warning(
-                "%s: %d bytes of its weights are still alive after release: somebody else holds a reference.", resource.name, left
+                "%s: %s of its weights are still alive after release: somebody else holds a reference.",
+                resource.name,
+                shown_bytes(left),
             )
 
     def _may_lose_edit(self, entry: _Entry, edit: str, force: bool) -> bool:

@@ -18,6 +18,7 @@ class LazyH3EncodePrompt:
 
     CATEGORY = CATEGORY
     DESCRIPTION = "Encodes the prompt. The text encoder's weights are read now and freed after the last node that encodes."
+    TAKES_TURNS = True
     FUNCTION = "encode"
     RETURN_TYPES = ("CONDITIONING",)
     RETURN_NAMES = ("positive",)
@@ -39,7 +40,7 @@ class LazyH3EncodePrompt:
     async def encode(self, text_encoder: Handle, prompt: str) -> tuple[list[Any]]:
         """[[states [1, L, width], {"minimax_token_tags": [L]}]] on the CPU."""
         shared = runtime()
-        shared.attachment.touch()
+        await shared.attachment.turn()
         tokenizer = tokenizer_of(text_encoder.component, shared.host.tokenizer_folders())
         request = present(text_to_video(prompt), tokenizer, text_encoder.config)
         with text_encoder.use("language", node=shared.host.executing()) as model, torch.inference_mode():

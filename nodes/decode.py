@@ -23,6 +23,7 @@ class LazyH3DecodeVideo:
 
     CATEGORY = CATEGORY
     DESCRIPTION = "Decodes the video. Only the VAE's decoder is read; it is freed after the last decode."
+    TAKES_TURNS = True
     FUNCTION = "decode"
     RETURN_TYPES = ("IMAGE",)
     RETURN_NAMES = ("images",)
@@ -49,7 +50,7 @@ class LazyH3DecodeVideo:
     ) -> tuple[torch.Tensor]:
         """Frames [F, H, W, 3] in [0, 1], fp32 on the CPU."""
         shared = runtime()
-        shared.attachment.touch()
+        await shared.attachment.turn()
         video = _stream(latent, 0)
         report = shared.progress(1)
         with video_vae.use("decoder", node=shared.host.executing()) as model, torch.inference_mode():
@@ -63,6 +64,7 @@ class LazyH3DecodeAudio:
 
     CATEGORY = CATEGORY
     DESCRIPTION = "Decodes the sound. Only the VAE's decoder is read; it is freed after the last decode."
+    TAKES_TURNS = True
     FUNCTION = "decode"
     RETURN_TYPES = ("AUDIO",)
     RETURN_NAMES = ("audio",)
@@ -86,7 +88,7 @@ class LazyH3DecodeAudio:
     async def decode(self, audio_vae: Handle, latent: dict[str, Any], limit_loudness: bool = False) -> tuple[dict[str, Any]]:
         """{"waveform": [1, 2, samples] fp32 on the CPU, "sample_rate": Hz}."""
         shared = runtime()
-        shared.attachment.touch()
+        await shared.attachment.turn()
         audio = _stream(latent, -1)
         report = shared.progress(1)
         with audio_vae.use("decoder", node=shared.host.executing()) as model, torch.inference_mode():

@@ -18,6 +18,7 @@ from ..memory.component import Component
 from ..memory.handle import Handle
 from ..memory.resource import Resource
 from ..memory.store import Store
+from ..memory.units import shown_bytes
 from .catalogue import Catalogue
 
 log = logging.getLogger("lazy_h3")
@@ -69,7 +70,7 @@ class _FillProgress:
         now = time.monotonic()
         if now >= self._next_log:
             self._next_log = now + LOG_SECONDS
-            log.info("%s: %d of %d MiB", resource.name, done >> 20, total >> 20)
+            log.info("%s: %s of %s", resource.name, shown_bytes(done), shown_bytes(total))
 
 
 _installed: list[Runtime] = []

@@ -69,6 +69,7 @@ class LazyH3Sampler:
 
     CATEGORY = CATEGORY
     DESCRIPTION = "Samples video and sound together. The diffusion transformer is read now and freed after the last sampler."
+    TAKES_TURNS = True
     FUNCTION = "sample"
     RETURN_TYPES = ("LATENT",)
     RETURN_NAMES = ("latent",)
@@ -133,8 +134,8 @@ class LazyH3Sampler:
     ) -> tuple[dict[str, Any]]:
         """The latent with both streams sampled, fp32 on the CPU. Raises ValueError for inputs that are not H3's."""
         shared = runtime()
-        shared.attachment.touch()
-        states, options = _only_condition(positive)
+        await shared.attachment.turn()
+        states, options = _only_condition(positive, dit.config)
         start = _streams(latent, dit.config)
         plan = SCHEDULES[schedule](max(steps, round(steps / denoise)), video_shift, audio_shift).last(steps)
         draw = NOISES[noise](start.video.shape, start.audio.shape, torch.Generator().manual_seed(seed))
@@ -163,13 +164,18 @@ def _delivery(asked: str, width: int, height: int, frames: int) -> str:
     return f"Asked for {asked}; makes {width} x {height}, {frames} frames ({seconds:.2f} s).{note}"
 
 
-def _only_condition(positive: list[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+def _only_condition(positive: list[Any], config: DiTConfig) -> tuple[torch.Tensor, dict[str, Any]]:
     if len(positive) != 1:
         raise ValueError(f"The sampler takes one condition, and {len(positive)} are combined; H3 has no way to mix them.")
     states, options = positive[0]
     unsupported = [name for name in ("minimax_keyframes", "minimax_refs") if options.get(name)]
     if unsupported:
         raise ValueError(f"The condition holds {unsupported[0]}, which this sampler does not take yet; use a text prompt alone.")
+    if states.shape[-1] != config.text_dim:
+        raise ValueError(
+            f"The condition has {states.shape[-1]} numbers a token, but this diffusion model takes {config.text_dim}; "
+            "encode the prompt with the text encoder that belongs to it."
+        )
     return states, options
 
 

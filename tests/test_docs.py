@@ -187,7 +187,7 @@ def test_the_file_tree_of_the_readme_exists() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("room", ["nodes", "memory", "h3", "commands"])
+@pytest.mark.parametrize("room", ROOMS)
 def test_the_file_tree_of_the_readme_names_every_module_of_a_room(room: str) -> None:
     lines = "\n".join(fenced_lines(section("Files")))
     described = re.split(rf"^{room}/", lines, flags=re.MULTILINE)[1]

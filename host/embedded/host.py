@@ -104,7 +104,7 @@ class EmbeddedHost:
         self._flags_lock = threading.Lock()
         self._number = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="embedded-host")
-        self._worker_thread: threading.Thread | None = None
+        self._worker_thread = self._worker.submit(threading.current_thread).result()
         make_current(self)
 
     @property
@@ -202,7 +202,6 @@ class EmbeddedHost:
         self, prompt: dict[str, Node], prompt_id: str, targets: Collection[str] | None, extra_data: dict[str, Any]
     ) -> RunResult:
         make_current(self)
-        self._worker_thread = threading.current_thread()
         declarations = Declarations(self.node_classes)
         validation = asyncio.run(validate_prompt(prompt_id, prompt, declarations, targets))
         if validation.error is None:
