@@ -548,7 +548,7 @@ def test_a_stray_reference_shows_in_the_warning_and_in_live_bytes(store, tmp_pat
     store.release(component, "last user")
     assert store.live_bytes() == 8 * 8 * 4
     assert warnings_of(caplog) == [
-        "codec: 256 bytes of its weights are still alive after release: somebody else holds a reference."
+        "codec: 256 B of its weights are still alive after release: somebody else holds a reference."
     ]
     assert store.ledger.events[-1].bytes == CODEC_BYTES - 256
     assert store.ledger.events[-1].resident_bytes == 256
