@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,15 +13,11 @@ from typing import Any
 from ..host.embedded.declarations import Declarations, InputDeclaration
 from ..host.embedded.host import EmbeddedHost
 from ..host.embedded.port import EmbeddedPort
-from ..memory.ledger import Event
 from ..memory.store import Store
-from ..memory.units import shown_bytes
 from ..nodes import NODE_CLASS_MAPPINGS
 from ..nodes.runtime import Policy, Runtime, installed
 from .canvas import api_prompt
 from .report import Report, RunRecord, sampled_memory
-
-log = logging.getLogger("lazy_h3")
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ def hosted(options: RunOptions) -> Iterator[tuple[EmbeddedHost, Runtime]]:
     with EmbeddedHost(NODE_CLASS_MAPPINGS, cache=options.cache, **folders) as host:
         store = Store(budget=options.budget, pretended_total=options.memory)
         shared = Runtime(EmbeddedPort(host), store, policy=options.policy)
-        with installed(shared), store.ledger.observed(_log_event):
+        with installed(shared):
             yield host, shared
 
 
@@ -110,14 +105,6 @@ def _run_once(host: EmbeddedHost, shared: Runtime, prompt: Mapping[str, Any], nu
     started = ledger.now()
     result = host.run(prompt)
     return RunRecord(result, ledger.now() - started, ledger.peak_bytes)
-
-
-def _log_event(event: Event) -> None:
-    if event.event == "release":
-        after = f" after node {event.node}" if event.node else ""
-        log.info(
-            "%s: released %s%s, %s resident", event.component, shown_bytes(event.bytes), after, shown_bytes(event.resident_bytes)
-        )
 
 
 def _is_canvas(workflow: Mapping[str, Any]) -> bool:

@@ -113,7 +113,7 @@ class LanguageModel(nn.Module):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[L] ids -> [L, hidden_size]: the only use of the table, a gather of rows."""
-        return self.embed_tokens(token_ids.to(self.embed_tokens.weight.device))
+        return self.embed_tokens(token_ids)
 
 
 class TextEncoder(nn.Module):

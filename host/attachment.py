@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from typing import Any
 
 from ..memory.session import Keeps, Session
 from ..memory.store import Store
 from .interface import Host
 from .prompt import RunningPrompt
+from .snapshot import summary_line
+
+log = logging.getLogger("lazy_h3")
 
 HANDLER_NAME = "lazy_h3"
 
@@ -39,6 +43,7 @@ class Attachment:
         if HANDLER_NAME in registry.handlers:
             return self.session
         self.close()
+        self._turn_page(registry.prompt_id)
         self.session = Session(RunningPrompt(registry, self.host), self.store, self.keeps)
         registry.register_handler(_handler(self.host.progress_module.ProgressHandler, self))
         self._post_sentinel(self.session)
@@ -65,9 +70,30 @@ class Attachment:
 
     def close(self) -> None:
         """End the open session, if there is one."""
-        session, self.session = self.session, None
-        if session is not None:
+        session = self.session
+        if session is not None and not session.is_over:
             session.end()
+            self._sum_up()
+        self.session = None
+
+    @property
+    def prompt_id(self) -> str | None:
+        """The running prompt, if one of our nodes was touched in it."""
+        return None if self.session is None else self.session.prompt_id
+
+    def is_idle(self) -> bool:
+        """Whether no prompt runs, as far as the host tells."""
+        return self.session is None and self.host.outputs_to_execute() is None
+
+    def _turn_page(self, prompt_id: str) -> None:
+        before = {resource.name: resource.live_bytes() for resource in self.store.resident()}
+        self.store.ledger.turn_page(prompt_id, before)
+
+    def _sum_up(self) -> None:
+        try:
+            log.info("%s", summary_line(self.store.ledger.page()))
+        except Exception:  # a host's reset() may have called, and would die of it
+            log.exception("Lazy H3: the summary of the prompt could not be made.")
 
     def _post_sentinel(self, session: Session) -> None:
         try:

@@ -53,6 +53,9 @@ class Host(Protocol):
     def progress(self, total: int) -> Progress:
         """Reports progress of the executing node."""
 
+    def send(self, name: str, data: dict[str, Any]) -> None:
+        """Sends a message to all front ends that are connected; on any thread."""
+
     def raise_if_interrupted(self) -> None:
         """Raises the host's own interrupt exception if the user asked to stop."""
 

@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 
-from .checkpoint import Checkpoint, CheckpointError
+from .checkpoint import Checkpoint
 from .fingerprint import Fingerprint
-from .reader import STORED_DTYPES, Copy, Reader
+from .reader import OnBytes, Reader
 from .resource import Cost, FillRequest, Identity, Mode, Parts
 from .skeleton import Slot, WeightsNotLoaded, emptied, make_lazy
+from .source import Recipe, WeightSource
+from .storages import LivingStorages
+from .streaming import StreamedFill
 from .transforms import Cast
-
-
-class RowRange(Protocol):
-    """Rows of a stored tensor; ``count`` None is all from ``start``."""
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def count(self) -> int | None: ...
-
-
-class Recipe(Protocol):
-    """How a parameter is put together: rows one after the other, then ``finish(parameter, extra)``; or constant ``values``."""
-
-    @property
-    def rows(self) -> Sequence[RowRange]: ...
-    @property
-    def extra(self) -> Sequence[str]: ...
-    @property
-    def finish(self) -> Callable[[Tensor, Mapping[str, Tensor]], None] | None: ...
-    @property
-    def values(self) -> Sequence[float] | None: ...
 
 
 class Component:
@@ -74,17 +52,17 @@ class Component:
         with torch.device("meta"):
             self.module = build().eval()
         self._slots = emptied(self.module, cast.dtype_of)
-        self._recipes = recipes
-        self._plan_by_part = _slots_by_part(self._slots, self.module.PARTS)  # type: ignore[arg-type]
-        self._prints: dict[str, Fingerprint] = {}
-        self._storages: list[tuple[StorageWeakRef, int]] = []
-        self._check_recipes()
+        self._slots_by_part = _slots_by_part(self._slots, self.module.PARTS)  # type: ignore[arg-type]
+        self._source = WeightSource(checkpoint, recipes, self.reader, device, self._slots)
+        self._storages = LivingStorages()
+        self._prints: dict[str, Fingerprint] = {}  # of weights that are in place for good
+        self._streamed: list[StreamedFill] = []
         self.acquire: Callable[[Parts], AbstractContextManager[Any]] = self._require_filled
         make_lazy(self.module, self.module.ENTRY_POINTS, _through(weakref.ref(self)))  # type: ignore[arg-type]
 
     @property
     def parts(self) -> Parts:
-        return frozenset(self._plan_by_part)
+        return frozenset(self._slots_by_part)
 
     def repeated(self) -> Iterator[nn.ModuleList]:
         """The lists of alike blocks."""
@@ -96,30 +74,38 @@ class Component:
 
     def costs(self, parts: Parts) -> Mapping[Mode, Cost]:
         slots = self._slots_of(parts)
-        staging = 0 if all(self._is_read_in_place(slot) for slot in slots) else self.reader.staging_bytes
-        return {"whole": Cost(self.nbytes(parts), staging + max((self._extra_bytes(slot) for slot in slots), default=0))}
+        transient = self._source.transient_bytes(slots)
+        costs: dict[Mode, Cost] = {"whole": Cost(sum(slot.nbytes for slot in slots), transient)}
+        streamed = StreamedFill(self.module, slots, self._source, self._storages)
+        if streamed.is_possible:
+            costs["streamed"] = streamed.cost(transient)
+        return costs
 
     def resident_parts(self) -> Parts:
-        return frozenset(p for p, slots in self._plan_by_part.items() if all(slot.name in self._prints for slot in slots))
+        present = self._present()
+        return frozenset(p for p, slots in self._slots_by_part.items() if all(slot.name in present for slot in slots))
 
     def fill(self, request: FillRequest) -> None:
         """Read the missing weights of the parts. Raises CheckpointError, or what ``on_bytes`` raises; then nothing is kept."""
         self.checkpoint.verify_unchanged()
-        missing = [slot for slot in self._slots_of(request.parts) if slot.name not in self._prints]
+        missing = self._missing(request.parts)
+        streamed = StreamedFill(self.module, missing, self._source, self._storages)
+        is_streamed = request.mode == "streamed" and streamed.is_possible
+        staying = streamed.staying(request.grant) if is_streamed else missing
         try:
-            with torch.inference_mode(False):  # inference tensors have no version counter, and recompile at every refill
-                tensors = {slot.name: torch.empty(slot.shape, dtype=slot.dtype, device=self.device) for slot in missing}
-                self._track(tensors.values())
-                self._read(tensors, request)
-                self.checkpoint.verify_unchanged()  # nor was it while it was read
-                for slot in missing:
-                    self._prints[slot.name] = Fingerprint.of(slot.put(tensors.pop(slot.name)))
+            self._read(staying, request.on_bytes)
+            if is_streamed:
+                self._streamed.append(streamed)
+                streamed.open(request.num_passes, request.prefetch)
         except BaseException:
-            self._empty(missing)
+            self._empty(staying)
+            self._end(streamed)
             raise
 
     def drop(self) -> None:
         """Put the empty stand-ins back; nothing of ours holds a weight afterwards."""
+        for streamed in tuple(self._streamed):
+            self._end(streamed)
         self._empty(self._slots.values())
 
     def shrink(self, nbytes: int) -> int:
@@ -127,7 +113,7 @@ class Component:
         return 0
 
     def live_bytes(self) -> int:
-        return sum(nbytes for _, nbytes in self._living())
+        return self._storages.nbytes()
 
     def dirty(self) -> str | None:
         """The first weight that is not as it was filled, in words."""
@@ -150,86 +136,29 @@ class Component:
             raise ValueError(
                 f"{self.checkpoint.path}: this {self.name} has no {', '.join(sorted(unknown))}; it has {sorted(self.parts)}."
             )
-        return list({slot.name: slot for part in sorted(parts) for slot in self._plan_by_part[part]}.values())
+        return list({slot.name: slot for part in sorted(parts) for slot in self._slots_by_part[part]}.values())
 
-    def _extra_bytes(self, slot: Slot) -> int:
-        return sum(self.checkpoint.tensors[name].nbytes for name in self._recipes[slot.name].extra)
+    def _missing(self, parts: Parts) -> list[Slot]:
+        present = self._present()
+        return [slot for slot in self._slots_of(parts) if slot.name not in present]
 
-    def _is_read_in_place(self, slot: Slot) -> bool:
-        """Whether bytes go from the file straight into the weight."""
-        stored = {STORED_DTYPES[self.checkpoint.tensors[rows.source].dtype] for rows in self._recipes[slot.name].rows}
-        return self.device.type == "cpu" and stored <= {slot.dtype}
+    def _present(self) -> set[str]:
+        """Names of weights that are in place, or that come by themselves."""
+        return self._prints.keys() | {name for streamed in self._streamed for name in streamed.passing}
 
-    def _track(self, tensors: Iterable[Tensor]) -> None:
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        new = [(StorageWeakRef(s), s.nbytes()) for s in storages]  # type: ignore[no-untyped-call]
-        self._storages = [*self._living(), *new]
+    def _read(self, slots: Iterable[Slot], on_bytes: OnBytes | None) -> None:
+        with torch.inference_mode(False):  # inference tensors have no version counter, and recompile at every refill
+            tensors = {slot.name: torch.empty(slot.shape, dtype=slot.dtype, device=self.device) for slot in slots}
+            self._storages.add(tensors.values())
+            self._source.read(tensors, on_bytes)
+            self.checkpoint.verify_unchanged()  # nor was it while it was read
+            for slot in slots:
+                self._prints[slot.name] = Fingerprint.of(slot.put(tensors.pop(slot.name)))
 
-    def _living(self) -> list[tuple[StorageWeakRef, int]]:
-        return [(storage, n) for storage, n in self._storages if not storage.expired()]  # type: ignore[no-untyped-call]
-
-    def _read(self, tensors: Mapping[str, Tensor], request: FillRequest) -> None:
-        self.reader.read([copy for name, tensor in tensors.items() for copy in self._copies(name, tensor)], request.on_bytes)
-        for name, tensor in tensors.items():
-            recipe = self._recipes[name]
-            if recipe.values is not None:
-                tensor.copy_(torch.tensor(recipe.values).view(tensor.shape))
-            if recipe.finish is not None:
-                recipe.finish(tensor, self._extra_tensors(recipe))
-
-    def _copies(self, name: str, tensor: Tensor) -> Iterator[Copy]:
-        flat = tensor.view(-1)
-        position = 0
-        for rows in self._recipes[name].rows:
-            entry = self.checkpoint.tensors[rows.source]
-            nbytes = self._num_rows(rows) * entry.row_bytes
-            length = nbytes // STORED_DTYPES[entry.dtype].itemsize
-            yield Copy(entry, rows.start * entry.row_bytes, nbytes, flat[position : position + length])
-            position += length
-
-    def _extra_tensors(self, recipe: Recipe) -> dict[str, Tensor]:
-        entries = [self.checkpoint.tensors[name] for name in recipe.extra]
-        tensors = {e.name: torch.empty(e.shape, dtype=STORED_DTYPES[e.dtype], device=self.device) for e in entries}
-        self.reader.read([Copy(e, 0, e.nbytes, tensors[e.name].view(-1)) for e in entries])
-        return tensors
-
-    def _check_recipes(self) -> None:
-        for name, slot in self._slots.items():
-            if name not in self._recipes:
-                raise CheckpointError(f"{self.checkpoint.path}: nothing says how to fill {name}.")
-            self._check_recipe(slot, self._recipes[name])
-
-    def _check_recipe(self, slot: Slot, recipe: Recipe) -> None:
-        where = f"{self.checkpoint.path}: {slot.name}"
-        if recipe.values is not None:
-            if len(recipe.values) != slot.shape.numel():
-                raise CheckpointError(f"{where} needs {slot.shape.numel()} values, its configuration gives {len(recipe.values)}.")
-            return
-        for source in [*(rows.source for rows in recipe.rows), *recipe.extra]:
-            entry = self.checkpoint.tensors.get(source)
-            if entry is None:
-                raise CheckpointError(f"{where} needs the tensor {source}, which the file lacks; download it again.")
-            if not STORED_DTYPES.get(entry.dtype, torch.bool).is_floating_point:
-                raise CheckpointError(f"{where} is stored as {entry.dtype} in {source}, which cannot be cast to {slot.dtype}.")
-        if not self._has_shape(recipe.rows, slot.shape):
-            shapes = [list(self.checkpoint.tensors[rows.source].shape) for rows in recipe.rows]
-            raise CheckpointError(f"{where} should have the shape {list(slot.shape)}, the file has {shapes}.")
-
-    def _has_shape(self, ranges: Sequence[RowRange], shape: torch.Size) -> bool:
-        """Whether the ranges lie within their stored tensors and, one below the other, have this shape."""
-        stored = [self.checkpoint.tensors[rows.source].shape for rows in ranges]
-        if not shape:
-            return stored == [()]
-        if any(whole[1:] != shape[1:] or not whole for whole in stored):
-            return False
-        is_within = all(rows.start + self._num_rows(rows) <= whole[0] for rows, whole in zip(ranges, stored, strict=True))
-        return is_within and sum(map(self._num_rows, ranges)) == shape[0]
-
-    def _num_rows(self, rows: RowRange) -> int:
-        if rows.count is not None:
-            return rows.count
-        shape = self.checkpoint.tensors[rows.source].shape
-        return (shape[0] if shape else 1) - rows.start
+    def _end(self, streamed: StreamedFill) -> None:
+        streamed.close()
+        if streamed in self._streamed:
+            self._streamed.remove(streamed)
 
     def _require_filled(self, parts: Parts) -> AbstractContextManager[Any]:
         if not parts <= self.resident_parts():

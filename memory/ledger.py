@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 EventKind = Literal["load_begin", "load_end", "pin", "unpin", "release", "keep", "refuse"]
@@ -32,10 +32,23 @@ class Event:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Page:
+    """What happened since a prompt began; times as in events. ``before``: component -> bytes that were resident already."""
+
+    prompt_id: str | None = None
+    began: float = 0.0
+    ended: float = 0.0
+    before: Mapping[str, int] = field(default_factory=dict)
+    peak_bytes: int = 0
+    events: Sequence[Event] = ()
+
+
 class Ledger:
     """Events in order, the peak of living weight bytes, and who is told about them.
 
     ``measure`` returns the bytes of weights alive now; the store sets it. ``current_node`` names the node that is executing.
+    ``observers`` are called with every event, on the thread that causes it. Each prompt has a page.
     """
 
     def __init__(self) -> None:
@@ -44,8 +57,11 @@ class Ledger:
         self.current_node: Callable[[], str | None] = lambda: None
         self.run = 0
         self.peak_bytes = 0
+        self.observers: list[Observer] = []
         self._started = time.monotonic()
-        self._observers: list[Observer] = []
+        self._page = Page()  # its head; events and peak are kept beside it while it is written
+        self._page_events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._page_peak_bytes = 0
         self._lock = threading.Lock()
 
     def record(self, event: EventKind, component: str, nbytes: int, reason: str = "", node: str | None = None) -> Event:
@@ -54,7 +70,8 @@ class Ledger:
         entry = Event(self.now(), self.run, event, component, node or self.current_node(), nbytes, resident, reason)
         with self._lock:
             self.events.append(entry)
-        for observer in tuple(self._observers):
+            self._page_events.append(entry)
+        for observer in tuple(self.observers):
             observer(entry)
         return entry
 
@@ -63,6 +80,7 @@ class Ledger:
         resident = self.measure()
         with self._lock:
             self.peak_bytes = max(self.peak_bytes, resident)
+            self._page_peak_bytes = max(self._page_peak_bytes, resident)
         return resident
 
     def now(self) -> float:
@@ -78,11 +96,25 @@ class Ledger:
         with self._lock:
             return [event for event in self.events if event.run == run]
 
+    def turn_page(self, prompt_id: str, before: Mapping[str, int]) -> None:
+        """A prompt begins; ``before``: component -> resident bytes."""
+        with self._lock:
+            self._page = Page(prompt_id, self.now(), before=dict(before))
+            self._page_events.clear()
+            self._page_peak_bytes = 0
+        self.sample()
+
+    def page(self) -> Page:
+        """The page of the running prompt, or of the last one, up to now."""
+        with self._lock:
+            head, events, peak = self._page, tuple(self._page_events), self._page_peak_bytes
+        return replace(head, ended=self.now(), peak_bytes=peak, events=events)
+
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
         """``observer`` is called with every event inside the block."""
-        self._observers.append(observer)
+        self.observers.append(observer)
         try:
             yield
         finally:
-            self._observers.remove(observer)
+            self.observers.remove(observer)

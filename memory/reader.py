@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,17 +66,17 @@ class Reader:
         """The most that staging buffers take beside the weights."""
         return self.num_threads * self.chunk_bytes
 
-    def read(self, copies: Iterable[Copy], on_bytes: OnBytes | None = None) -> None:
+    def read(self, copies: Iterable[Copy], on_bytes: OnBytes | None = None, stream: Any = None) -> None:
         """Perform all copies; joins its threads before it returns or raises.
 
         ``on_bytes`` is called on the calling thread, at least every POLL_SECONDS. Raises CheckpointError if a file ends early or
-        cannot be read, and whatever ``on_bytes`` raises.
+        cannot be read, and whatever ``on_bytes`` raises. ``stream``: the CUDA stream to copy on, None for the current one.
         """
         copies = list(copies)
         total = sum(copy.nbytes for copy in copies)
         work = _Work(self._batches(copies))
         with ThreadPoolExecutor(self.num_threads, thread_name_prefix="lazy-h3-read") as threads:
-            running = [threads.submit(self._drain, work) for _ in range(self.num_threads)]
+            running = [threads.submit(self._drain, work, stream) for _ in range(self.num_threads)]
             try:
                 _follow(running, work, total, on_bytes)
             finally:
@@ -96,8 +96,8 @@ class Reader:
         if batch:
             yield batch
 
-    def _drain(self, work: _Work) -> None:
-        with _Files(self.keep_cache) as files:
+    def _drain(self, work: _Work, stream: Any) -> None:
+        with nullcontext() if stream is None else torch.cuda.stream(stream), _Files(self.keep_cache) as files:
             staging: _Staging | None = None
             for batch in work:
                 for copy in batch:

@@ -29,20 +29,32 @@ class Identity:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one mode: what stays, what filling needs on top for a moment, what every further pass reads again."""
+    """Bytes of one mode: what stays, what filling needs on top for a moment, what every further pass reads again.
+
+    Streamed: ``resident`` is the least there can be; each of ``num_blocks`` blocks that is held costs ``block_bytes`` more, and
+    is not read again.
+    """
 
     resident: int
     transient: int = 0
     reread_per_pass: int = 0
+    block_bytes: int = 0
+    num_blocks: int = 0
 
 
 @dataclass(frozen=True)
 class FillRequest:
-    """``grant``: bytes that may be taken, None for as many as needed. ``on_bytes(done, total)`` may raise to cancel."""
+    """``grant``: bytes that may stay, None for as few as possible (streamed) or all (whole).
+
+    ``num_passes``: how often the blocks will be run through, None for unknown. ``prefetch=False`` reads each block only when it
+    is needed. ``on_bytes(done, total)`` may raise to cancel.
+    """
 
     parts: Parts
     mode: Mode = "whole"
     grant: int | None = None
+    num_passes: int | None = None
+    prefetch: bool = True
     on_bytes: Callable[[int, int], None] | None = None
 
 

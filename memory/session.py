@@ -81,6 +81,7 @@ class Session:
     @_contained
     def begin(self) -> None:
         """Read the graph; warns once for each component that nobody uses."""
+        self._settle()
         self._read_graph()
         may_run = self.prompt.may_run()
         for key, trail in self._trails.items():
@@ -103,6 +104,7 @@ class Session:
         self._running.discard(node)
         self._wake()
         self.store.unpin_node(self.prompt_id, node)
+        self._settle()
         candidates = [r for r in self.store.resident() if r.identity not in self._kept]
         if not candidates:
             return
@@ -120,6 +122,7 @@ class Session:
             return
         self.is_over = True
         self.store.unpin_node(self.prompt_id)
+        self._settle()
         for resource in self.store.resident():
             if resource.identity not in self._kept:
                 self._release(resource, "end of the prompt")
@@ -156,6 +159,10 @@ class Session:
         """Read the graph again if an expansion has added to it."""
         if self.prompt.version() != self._version:
             self._read_graph()
+
+    @_contained
+    def _settle(self) -> None:
+        self.store.settle()
 
     @_contained
     def _release(self, resource: Resource, reason: str) -> None:

@@ -99,7 +99,8 @@ class Slot:
 
     def put(self, tensor: Tensor) -> Tensor:
         """Assign a filled tensor; returns the object that now stands there."""
-        placed = nn.Parameter(tensor, requires_grad=False) if self.is_parameter else tensor
+        is_ready = isinstance(tensor, nn.Parameter) or not self.is_parameter
+        placed = tensor if is_ready else nn.Parameter(tensor, requires_grad=False)
         self._table[self.attribute] = placed
         return placed
 

@@ -43,6 +43,16 @@ class MemoryRefused(RuntimeError):
         self.have_bytes = have_bytes
 
 
+@dataclass(frozen=True)
+class Status:
+    """One resource at one moment. ``is_leaving``: it is to be released as soon as nothing holds it up."""
+
+    resource: Resource
+    state: State
+    is_pinned: bool
+    is_leaving: bool
+
+
 @dataclass
 class _Entry:
     resource: Resource
@@ -59,6 +69,11 @@ class _Entry:
     def held_bytes(self) -> int:
         """What is alive, or will be at most when the fill under way is done."""
         return max(self.resource.live_bytes(), self.before_fill + self.reserved)
+
+    def ask_for_release(self, reason: str, force: bool) -> None:
+        """Remember what cannot be done yet."""
+        self.release_reason = reason
+        self.is_release_forced |= force
 
 
 class Store:
@@ -130,10 +145,23 @@ class Store:
             if entry is None:
                 return
             if entry.pins or entry.state == "filling":
-                entry.release_reason = reason
-                entry.is_release_forced |= force
+                entry.ask_for_release(reason, force)
             elif entry.state == "resident":
                 self._drop(entry, reason, force)
+
+    def release_later(self, resource: Resource, reason: str, *, force: bool = False) -> None:
+        """As ``release``, but whoever calls ``settle`` next drops it: for threads that must not touch the host's models."""
+        with self._lock:
+            entry = self._entries.get(resource.identity)
+            if entry is not None:
+                entry.ask_for_release(reason, force)
+
+    def settle(self) -> None:
+        """Drop what was to be released later and is in use by nobody."""
+        with self._lock:
+            for entry in list(self._entries.values()):
+                if not entry.pins:
+                    self._release_as_asked(entry)
 
     def release_all(self, reason: str, *, force: bool = False) -> None:
         """Release every resource."""
@@ -169,6 +197,11 @@ class Store:
         with self._lock:
             return [e.resource for e in self._entries.values() if e.state != "absent"]
 
+    def statuses(self) -> list[Status]:
+        """All known resources as they are now, in the order in which they became known."""
+        with self._lock:
+            return [self._status(resource) for resource in list(self._known.values())]
+
     def is_pinned(self, resource: Resource) -> bool:
         with self._lock:
             entry = self._entries.get(resource.identity)
@@ -179,6 +212,10 @@ class Store:
         with self._lock:
             self._haunted = [resource for resource in self._haunted if resource.live_bytes()]
             return sum(resource.live_bytes() for resource in list(self._known.values()))
+
+    def _status(self, resource: Resource) -> Status:
+        entry = self._entries.get(resource.identity) or _Entry(resource)
+        return Status(resource, entry.state, bool(entry.pins), entry.release_reason is not None)
 
     def _pin(self, resource: Resource, owner: Owner) -> _Entry:
         with self._lock:
@@ -345,6 +382,7 @@ class Store:
         for observer in self.on_change:
             observer(resource, False)
         self.ledger.record("release", resource.name, nbytes - left, reason)
+        log.info("%s: released %s (%s)", resource.name, shown_bytes(nbytes - left), reason)
         if left:
             self._haunted.append(resource)
             log.warning(

@@ -2,6 +2,7 @@
 
 from .condition import LazyH3EncodePrompt
 from .decode import LazyH3DecodeAudio, LazyH3DecodeVideo
+from .inspect import LazyH3MemoryReport, LazyH3Policy, LazyH3ReleaseNow
 from .load import LazyH3AudioVAELoader, LazyH3DiTLoader, LazyH3FolderLoader, LazyH3TextEncoderLoader, LazyH3VideoVAELoader
 from .sample import LazyH3EmptyLatent, LazyH3Sampler
 
@@ -16,6 +17,9 @@ _TITLES = {
     LazyH3Sampler: "Sample video and audio (Lazy H3)",
     LazyH3DecodeVideo: "Decode video (Lazy H3)",
     LazyH3DecodeAudio: "Decode audio (Lazy H3)",
+    LazyH3MemoryReport: "Memory report (Lazy H3)",
+    LazyH3ReleaseNow: "Release now (Lazy H3)",
+    LazyH3Policy: "Memory policy (Lazy H3)",
 }
 
 NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in _TITLES}

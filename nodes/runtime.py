@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 
 from ..host.attachment import Attachment
 from ..host.comfy.host import ComfyHost, is_comfy_running
+from ..host.events import EventFeed
 from ..host.interface import Host, Progress
 from ..host.residency import Residency
 from ..memory.component import Component
@@ -20,15 +20,18 @@ from ..memory.resource import Resource
 from ..memory.store import Store
 from ..memory.units import shown_bytes
 from .catalogue import Catalogue
+from .policy import Policy, PromptPolicy
 
 log = logging.getLogger("lazy_h3")
 
-Policy = Literal["auto", "free", "keep"]
 LOG_SECONDS = 2.0
 
 
 class Runtime:
-    """One host's components. ``policy``: what happens to a component after its last user (design: budget and policies)."""
+    """One host's components. ``policy``: what happens to a component after its last user (design: budget and policies).
+
+    A policy node in the running prompt takes its place. ``feed`` tells the front end what the ledger records.
+    """
 
     def __init__(
         self, host: Host, store: Store | None = None, catalogue: Catalogue | None = None, policy: Policy = "auto"
@@ -39,7 +42,10 @@ class Runtime:
         self.policy = policy
         self.residency = Residency(self.store, host.management, host.patcher_base)
         self.attachment = Attachment(host, self.store, self._keeps)
+        self.feed = EventFeed(host.send, lambda: self.attachment.prompt_id)
         self.store.on_fill.append(_FillProgress(host))
+        self.store.ledger.observers.append(self.feed)
+        self._prompt_policy = PromptPolicy()
 
     def handle(self, component: Component) -> Handle:
         """The handle that goes on a wire."""
@@ -53,7 +59,9 @@ class Runtime:
         return self.host.progress(total)
 
     def _keeps(self, resource: Resource) -> str | None:
-        return "policy keep" if self.policy == "keep" else None
+        session = self.attachment.session
+        asked = None if session is None else self._prompt_policy.of(session.prompt)
+        return "policy keep" if (asked or self.policy) == "keep" else None
 
 
 class _FillProgress:

@@ -31,6 +31,7 @@ from lazy_h3.nodes.runtime import Policy, Runtime, installed
 CPU = torch.device("cpu")
 TEXT_ENCODER, DIT, VIDEO_VAE, AUDIO_VAE = (Path(name).name for name in SINGLE_FILES.values())
 ENCODE, SAMPLER, DECODE_VIDEO, DECODE_AUDIO = "5", "7", "8", "9"  # nodes of the small workflow
+USERS = {"text_encoder": ENCODE, "dit": SAMPLER, "video_vae": DECODE_VIDEO, "audio_vae": DECODE_AUDIO}  # the only user of each
 KEPT = {"latent": [SAMPLER, 0], "images": [DECODE_VIDEO, 0], "audio": [DECODE_AUDIO, 0]}
 SMALLEST = {"6.width": 32, "6.height": 32, "7.steps": 2}
 

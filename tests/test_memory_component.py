@@ -30,6 +30,7 @@ from lazy_h3.memory.skeleton import WeightsNotLoaded
 from memory_models import BytesRead, Codec, CodecConfig, One, codec, component_of, random_weights, written
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 ALL: Parts = frozenset({"encoder", "decoder"})
 ENCODER: Parts = frozenset({"encoder"})
@@ -590,6 +591,21 @@ def test_a_stray_reference_shows_in_live_bytes_until_it_is_gone(path, take):
     assert component.live_bytes() == 8 * 8 * 4
     del stray
     assert component.live_bytes() == 0
+
+
+def test_measuring_does_not_undo_what_a_fill_notes_meanwhile(path, monkeypatch):
+    """Any thread may measure; here a fill runs in the middle of it."""
+    component = filled(codec(path), ENCODER)
+    original = StorageWeakRef.expired
+
+    def expired(storage: StorageWeakRef) -> bool:
+        monkeypatch.undo()
+        filled(component, DECODER)
+        return original(storage)
+
+    monkeypatch.setattr(StorageWeakRef, "expired", expired)
+    component.live_bytes()
+    assert component.live_bytes() == component.nbytes()
 
 
 def test_the_module_outlives_its_component_and_says_so(path):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -143,7 +145,16 @@ def test_old_events_make_room_for_new_ones():
     assert ledger.events[-1].component == "new"
 
 
-def test_events_can_be_read_while_others_are_written():
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads take turns after every few instructions, so that what can go wrong between two of them does."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_events_can_be_read_while_others_are_written(hasty):
     ledger = Ledger()
     faults = []
     done = threading.Event()
@@ -157,11 +168,12 @@ def test_events_can_be_read_while_others_are_written():
 
     reader = threading.Thread(target=read)
     reader.start()
-    for _ in range(3000):
+    for _ in range(2000):
         ledger.record("pin", "x", 0)
     done.set()
     reader.join()
     assert faults == []
+    assert len(ledger.of_run(0)) == 2000
 
 
 def test_bytes_are_measured_from_storages_and_not_kept_in_a_book(store, tmp_path):

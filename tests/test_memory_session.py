@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import threading
@@ -24,6 +25,7 @@ CLASSES = {
     "Save": NodeClass(()),
     "Switch": NodeClass(("*",)),
     "Expander": NodeClass(("LATENT",)),
+    "Heavy": NodeClass(("LATENT",), takes_turns=True),
 }
 
 
@@ -563,6 +565,69 @@ def test_an_early_release_never_changes_a_result(store, tmp_path):
         session.ended("2")
         assert torch.equal(held.module(x), expected)
     assert store.resident() == []
+
+
+# Whose turn it is.
+
+
+def two_branches(stage: Stage) -> Failing:
+    """Each encodes and then samples, with the same two models."""
+    nodes = graph(
+        _1=("Loader", 1), _2=("Loader", 2),
+        _3=("Heavy", "1"), _4=("Heavy", "2", "3"),
+        _5=("Heavy", "1"), _6=("Heavy", "2", "5"),
+    )  # fmt: skip
+    return Failing(nodes, {("1", 0): stage["te"], ("2", 0): stage["dit"]}, pending={"3", "4", "5", "6"})
+
+
+def run_branch_by_branch(stage: Stage, script: Failing, takes_turns: bool = True) -> None:
+    """As hosts do: the first branch runs on while the second has not begun; a heavy node yields while it waits."""
+    session = Session(script, stage.store, takes_turns=takes_turns)
+    uses = {"3": "te", "4": "dit", "5": "te", "6": "dit"}
+
+    async def node(name: str, after: str | None) -> None:
+        while after is not None and after in script.pending:
+            await asyncio.sleep(0)
+        session.started(name)
+        await session.turn(name, lambda: None)
+        stage._execute(uses[name])
+        session.ended(name)
+        script.pending.discard(name)
+
+    async def main() -> None:
+        session.begin()
+        await asyncio.gather(node("3", None), node("4", "3"), node("5", "4" if not takes_turns else None), node("6", "5"))
+        session.end()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def num_loads(store: Store) -> int:
+    return [e.event for e in store.ledger.events].count("load_end")
+
+
+def test_branches_that_take_turns_share_one_load_of_each_model(stage, store):
+    store.budget = NUM_BYTES
+    run_branch_by_branch(stage, two_branches(stage))
+    assert num_loads(store) == 2
+    assert reasons(store) == [("te", "node 5 was its last user"), ("dit", "node 6 was its last user")]
+
+
+def test_taking_turns_can_be_turned_off(stage, store):
+    store.budget = NUM_BYTES
+    run_branch_by_branch(stage, two_branches(stage), takes_turns=False)
+    assert num_loads(store) == 4
+    assert store.resident() == []
+
+
+@pytest.mark.parametrize("question", ["version", "view", "may_run", "sources"])
+def test_an_order_that_is_unknown_holds_nobody_up(stage, store, question, caplog):
+    script = two_branches(stage)
+    script.fails = question.__eq__
+    run_branch_by_branch(stage, script)
+    assert script.pending == set()
+    assert store.resident() == []
+    assert "failed" in caplog.text
 
 
 # What it costs.

@@ -547,9 +547,7 @@ def test_a_stray_reference_shows_in_the_warning_and_in_live_bytes(store, tmp_pat
         stray = component.module.encoder.weight.data[1:3]
     store.release(component, "last user")
     assert store.live_bytes() == 8 * 8 * 4
-    assert warnings_of(caplog) == [
-        "codec: 256 B of its weights are still alive after release: somebody else holds a reference."
-    ]
+    assert warnings_of(caplog) == ["codec: 256 B of its weights are still alive after release: somebody else holds a reference."]
     assert store.ledger.events[-1].bytes == CODEC_BYTES - 256
     assert store.ledger.events[-1].resident_bytes == 256
     del component
@@ -764,6 +762,20 @@ def test_the_same_files_on_two_devices_live_side_by_side(store):
     assert store.resident() == copies
 
 
+def test_observers_follow_fills_and_drops(store, make):
+    resource = make("x")
+    changes = []
+    store.on_change.append(lambda changed, is_resident: changes.append((changed, is_resident, resource in store.resident())))
+    with store.use(resource), store.use(resource):
+        store.release(resource, "last user")
+        assert changes == [(resource, True, True)]
+    assert changes == [(resource, True, True), (resource, False, False)]
+    store.on_fill.append(interrupt)
+    with pytest.raises(Interrupted), store.use(resource):
+        pytest.fail("was filled")
+    assert len(changes) == 2
+
+
 # Resources that somebody else fills and drops.
 
 
@@ -901,7 +913,6 @@ class Storm:
                 self.outcomes["failed"] += 1
             except BaseException as fault:
                 self.faults.append(fault)
-                raise
 
     def _act(self, rng: random.Random) -> None:
         action = rng.choice([self._compute, self._compute, self._nest, self._use_theirs, self._release, self._fail])

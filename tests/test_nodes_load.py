@@ -23,6 +23,7 @@ from small_models import (
     CPU,
     DIT,
     TEXT_ENCODER,
+    USERS,
     VIDEO_VAE,
     copied_models,
     folder_prompt,
@@ -121,7 +122,7 @@ def test_the_folder_loader_gives_all_four_components(tmp_path):
         assert [f"LAZYH3_{handle.kind.upper()}" for handle in handles] == list(LazyH3FolderLoader.RETURN_TYPES)
         assert LazyH3FolderLoader.INPUT_TYPES()["required"]["folder"][0] == ["minimax_h3"]
         running.succeed(folder_prompt("minimax_h3"))
-        assert running.loaded() == ["text_encoder", "dit", "audio_vae", "video_vae"]
+        assert dict(running.happened("load_end")) == USERS
 
 
 @pytest.mark.parametrize("kind", ["text_encoder", "dit"])
@@ -268,7 +269,7 @@ def test_a_damaged_file_stops_its_own_node_and_not_the_analysis(tmp_path):
 def test_inputs_that_no_loader_declares_do_no_harm(running, caplog):
     """The front end of another version may send more than we know; nodes never see it, and neither does the analysis."""
     running.succeed(text_to_video({"2.upload": "image", "1.colour": 3}))
-    assert running.happened("release") == [("text_encoder", "5"), ("dit", "7"), ("audio_vae", "9"), ("video_vae", "8")]
+    assert dict(running.happened("release")) == USERS
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 

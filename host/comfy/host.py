@@ -96,6 +96,13 @@ class ComfyHost:
 
         return report
 
+    def send(self, name: str, data: dict[str, Any]) -> None:
+        import server
+
+        instance = getattr(server.PromptServer, "instance", None)
+        if instance is not None:
+            instance.send_sync(name, data, None)
+
     def raise_if_interrupted(self) -> None:
         import comfy.model_management
 

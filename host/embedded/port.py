@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..events import Send
 from ..files import diffusers_folders, inside, model_files
 from ..interface import Progress
 from ..nested import NestedLatent
@@ -18,15 +19,15 @@ from .model_management import ModelManagement, ModelPatcher
 
 
 class EmbeddedPort:
-    """Answers ``host.interface.Host`` for one EmbeddedHost."""
+    """Answers ``host.interface.Host`` for one EmbeddedHost. ``send`` gets what front ends should hear, on any thread."""
 
     progress_module: Any = progress
+    patcher_base: type = ModelPatcher
 
-    def __init__(self, host: EmbeddedHost, device: torch.device | None = None) -> None:
+    def __init__(self, host: EmbeddedHost, device: torch.device | None = None, send: Send = lambda *_: None) -> None:
         self._host = host
         self._device = device or _best_device()
-
-    patcher_base: type = ModelPatcher
+        self._send = send
 
     @property
     def management(self) -> ModelManagement:
@@ -66,6 +67,9 @@ class EmbeddedPort:
             bar.update_absolute(done, total)
 
         return report
+
+    def send(self, name: str, data: dict[str, Any]) -> None:
+        self._send(name, data)
 
     def raise_if_interrupted(self) -> None:
         self._host.throw_if_interrupted()
