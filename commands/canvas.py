@@ -15,7 +15,13 @@ def api_prompt(workflow: Mapping[str, Any], classes: Mapping[str, type]) -> dict
     """The prompt that the front end would send. Raises ValueError for what it cannot convert: subgraphs and unknown nodes."""
     if (workflow.get("definitions") or {}).get("subgraphs"):
         raise ValueError("The workflow has subgraphs; open it in ComfyUI and export it in API format.")
-    canvas = _Canvas(workflow)
+    try:
+        return _converted(_Canvas(workflow), classes)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"The canvas of the workflow is damaged ({error!r}); save it again from ComfyUI.") from error
+
+
+def _converted(canvas: _Canvas, classes: Mapping[str, type]) -> dict[str, Any]:
     prompt = {}
     for node in canvas.active():
         cls = classes.get(node["type"])

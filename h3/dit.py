@@ -256,6 +256,8 @@ class DiT(nn.Module):
     }
     ENTRY_POINTS: ClassVar[dict[str, tuple[str, ...]]] = {"prepare": ("text",), "forward": ("denoiser",)}
     REPEATED: ClassVar[tuple[str, ...]] = ("token_refiner.blocks", "blocks")
+    FOLDABLE: ClassVar[str] = "adaln_proj"  # sub-modules that depend on the clean-time alone: functions of ``fold_inputs``
+    FOLD_INPUTS: ClassVar[tuple[str, ...]] = ("time_embedder", "adaln_basis", "adaln_t_table")  # what that computes with
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -282,6 +284,10 @@ class DiT(nn.Module):
         """Clean-times [M] to what the AdaLN projections take, [M, k] fp32: SiLU included, cast only after it."""
         sinusoid = timestep_sinusoid(times, self.config.freq_dim).to(self.time_embedder.proj_in.weight.device)
         return silu(in_groups_of_eight(self.time_embedder, sinusoid))
+
+    def fold_inputs(self, times: Tensor) -> Tensor:
+        """Features of clean-times [K] fp32 as ``forward`` gives them to every FOLDABLE sub-module, bit for bit."""
+        return self.time_features(times)
 
     def prepare(self, states: Tensor, layout: PackedLayout) -> Request:
         """Everything that no step changes, from text states [1, L, text_dim] of any float dtype.

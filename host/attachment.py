@@ -23,13 +23,15 @@ HANDLER_NAME = "lazy_h3"
 
 
 class Attachment:
-    """Keeps at most one session open: that of the running prompt."""
+    """Keeps at most one session open: that of the running prompt. ``takes_turns``: whether heavy nodes wait for each other."""
 
-    def __init__(self, host: Host, store: Store, keeps: Keeps = lambda _: None) -> None:
+    def __init__(self, host: Host, store: Store, keeps: Keeps = lambda _: None, takes_turns: bool = True) -> None:
         self.host = host
         self.store = store
         self.keeps = keeps
+        self.takes_turns = takes_turns
         self.session: Session | None = None
+        self._prompt: RunningPrompt | None = None
         self._finishing: str | None = None
         self._sentinels: set[asyncio.Task[None]] = set()  # event loops refer to their tasks weakly
         store.on_use.append(lambda _: self.touch())
@@ -44,7 +46,8 @@ class Attachment:
             return self.session
         self.close()
         self._turn_page(registry.prompt_id)
-        self.session = Session(RunningPrompt(registry, self.host), self.store, self.keeps)
+        self._prompt = RunningPrompt(registry, self.host)
+        self.session = Session(self._prompt, self.store, self.keeps, self.takes_turns)
         registry.register_handler(_handler(self.host.progress_module.ProgressHandler, self))
         self._post_sentinel(self.session)
         self.session.begin()
@@ -58,13 +61,15 @@ class Attachment:
 
     def started(self, node: str) -> None:
         """The host begins a node."""
-        if self.session is not None:
+        if self.session is not None and self._prompt is not None:
+            self._prompt.started(node)
             self.session.started(node)
 
     def finished(self, node: str) -> None:
         """The host has finished a node; what is released now is released after it."""
-        if self.session is not None:
+        if self.session is not None and self._prompt is not None:
             self._finishing = node
+            self._prompt.finished(node)
             self.session.ended(node)
             self._finishing = None
 
@@ -74,7 +79,7 @@ class Attachment:
         if session is not None and not session.is_over:
             session.end()
             self._sum_up()
-        self.session = None
+        self.session = self._prompt = None
 
     @property
     def prompt_id(self) -> str | None:

@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+import weakref
+from collections.abc import Collection
 from typing import Any
 
 EXECUTOR_FUNCTION = "execute_async"
 
 
-@dataclass(frozen=True)
-class ExecutorView:
-    """What the executor knows at this moment."""
+class Executor:
+    """What the executor of a prompt knows. ``cached``: nodes whose results were found in the cache when the prompt began."""
 
-    pending: frozenset[str]
-    cached: frozenset[str]
+    def __init__(self, execution_list: Any, cached: frozenset[str]) -> None:
+        self._list = weakref.ref(execution_list)
+        self.cached = cached
+
+    @property
+    def pending(self) -> Collection[str]:
+        """Nodes that have not finished, as they are now; the running one is among them."""
+        return getattr(self._list(), "pendingNodes", ())
 
 
-def executor_view() -> ExecutorView | None:
-    """Walk up to the executor's frame; None where it is not on this stack or does not look as expected."""
+def find_executor() -> Executor | None:
+    """Walk up to the executor's frame; None where it is not on this stack or does not look as expected.
+
+    It is on the stack of handlers and of plain nodes, once the prompt's list has been built; never on that of async nodes.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == EXECUTOR_FUNCTION:
-            pending = getattr(frame.f_locals.get("execution_list"), "pendingNodes", None)
-            if pending is not None:
-                return ExecutorView(frozenset(pending), _cached_nodes(frame.f_locals.get("self")))
+            execution_list = frame.f_locals.get("execution_list")
+            if hasattr(execution_list, "pendingNodes"):
+                return Executor(execution_list, _cached_nodes(frame.f_locals.get("self")))
         frame = frame.f_back
     return None
 
 
 def _cached_nodes(executor: Any) -> frozenset[str]:
-    """Nodes whose results were found in the cache when the prompt began."""
     messages = getattr(executor, "status_messages", ())
     lists = (data.get("nodes", ()) for event, data in messages if event == "execution_cached")
     return frozenset(node for nodes in lists for node in nodes)

@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ..memory.graph import ANY, Key, Node, NodeClass, Output, ancestors, link_of
+from ..memory.graph import ANY, Key, Needed, Node, NodeClass, Output, link_of
 from ..memory.handle import Handle
 from ..memory.session import GraphView
 from .interface import Host
-from .probe import executor_view
+from .probe import Executor, find_executor
 
 
 class RunningPrompt:
-    """One prompt, read through the progress registry that the host makes anew for each."""
+    """One prompt, read through the progress registry that the host makes anew for each. It is told of starts and finishes."""
 
     def __init__(self, registry: Any, host: Host) -> None:
         self.prompt_id: str = registry.prompt_id
         self.registry = weakref.ref(registry)
         self._dynprompt = registry.dynprompt
         self._host = host
-        self._nodes: dict[str, Node] = {}
-        self._cached: frozenset[str] = frozenset()
+        self._executor: Executor | None = None
+        self._finished: set[str] = set()
+        self._wiring: _Wiring | None = None
+        self._listed: _Listed | None = None
+        self._wanted: Needed | None = None
+
+    def started(self, node: str) -> None:
+        """The node begins, perhaps again."""
+        if node in self._finished:
+            self._finished.discard(node)
+            self._wanted = None
+
+    def finished(self, node: str) -> None:
+        """The node has outputs."""
+        self._finished.add(node)
+        if self._wanted is not None:
+            self._wanted.finish(node)
 
     def version(self) -> Any:
         """Grows with every expansion, and with every override of a node."""
@@ -32,19 +49,21 @@ class RunningPrompt:
 
     def view(self) -> GraphView:
         """The graph with all expansions so far. Entries without a class (unknown to the front end) are left out."""
-        version = self.version()
-        ids = [*self._dynprompt.original_prompt, *self._dynprompt.ephemeral_prompt]
-        specs = {node: self._dynprompt.get_node(node) for node in ids}
-        self._nodes = {n: Node(s["class_type"], s.get("inputs", {})) for n, s in specs.items() if "class_type" in s}
-        return GraphView(version, self._nodes, self._constants())
+        wiring = self._read()
+        return GraphView(wiring.version, wiring.nodes, self._constants(wiring.nodes))
 
-    def may_run(self) -> set[str]:
-        """Nodes that may still run, best source first: the executor's pending nodes, else what the outputs need."""
-        seen = executor_view()
-        if seen is not None:
-            self._cached = seen.cached
-            return set(seen.pending) | self._behind_lazy_links(seen.pending)
-        return ancestors(self._nodes, self._output_nodes()) - self._cached
+    def may_run(self) -> Container[str]:
+        """Nodes that may still run, best source first: the executor's pending nodes, else what unfinished outputs need.
+
+        Follows the prompt; nodes that have finished may be among them.
+        """
+        wiring = self._read()
+        self._executor = self._executor or find_executor()
+        if self._executor is not None:
+            self._listed = self._listed or _Listed(self._executor, wiring)
+            return self._listed
+        self._wanted = self._wanted or self._wanted_by_outputs(wiring)
+        return self._wanted
 
     def classes(self, class_type: str) -> NodeClass | None:
         """What a node class declares about its outputs."""
@@ -60,29 +79,83 @@ class RunningPrompt:
                 found.update({(node, slot): key for slot, key in _loaded(cls, spec.inputs).items()})
         return found
 
-    def _constants(self) -> dict[str, list[Key]]:
+    def _read(self) -> _Wiring:
+        version = self.version()
+        if self._wiring is None or self._wiring.version != version:
+            self._wiring = _Wiring.of(self._dynprompt, self._host, version)
+            self._listed = self._wanted = None
+        return self._wiring
+
+    def _wanted_by_outputs(self, wiring: _Wiring) -> Needed:
+        wanted = Needed(wiring.needs)
+        wanted.enter(self._output_nodes(wiring.nodes))
+        for node in self._finished:
+            wanted.finish(node)
+        return wanted
+
+    def _output_nodes(self, nodes: Mapping[str, Node]) -> Iterable[str]:
+        """What the prompt was queued for, if the host tells, and output nodes of expansions; else all output nodes."""
+        queued = self._host.outputs_to_execute()
+        added = nodes if queued is None else self._dynprompt.ephemeral_prompt.keys() & nodes.keys()
+        outputs = [node for node in added if getattr(self._host.node_class(nodes[node].class_type), "OUTPUT_NODE", False)]
+        return [*(queued or ()), *outputs]
+
+    def _constants(self, nodes: Mapping[str, Node]) -> dict[str, list[Key]]:
         """Handles that an expansion passed as plain objects."""
-        ephemeral = {node: self._nodes[node] for node in self._dynprompt.ephemeral_prompt if node in self._nodes}
+        ephemeral = {node: nodes[node] for node in self._dynprompt.ephemeral_prompt if node in nodes}
         held = {n: [v.component.identity for v in spec.inputs.values() if isinstance(v, Handle)] for n, spec in ephemeral.items()}
         return {node: keys for node, keys in held.items() if keys}
 
-    def _behind_lazy_links(self, pending: Iterable[str]) -> set[str]:
-        """Nodes that a pending node may still ask for: they are not pending themselves until it does."""
-        targets = []
-        for node in pending:
-            spec = self._nodes.get(node)
-            cls = spec and self._host.node_class(spec.class_type)
-            for name in _lazy_inputs(cls) if cls else ():
-                link = link_of(spec.inputs.get(name)) if spec else None
-                targets += [link[0]] if link else []
-        return ancestors(self._nodes, targets) - self._cached
 
-    def _output_nodes(self) -> list[str]:
-        queued = self._host.outputs_to_execute()
-        if queued is not None:
-            return list(queued)
-        classes = {node: self._host.node_class(spec.class_type) for node, spec in self._nodes.items()}
-        return [node for node, cls in classes.items() if getattr(cls, "OUTPUT_NODE", False)]
+@dataclass(frozen=True)
+class _Wiring:
+    """``needs``: node -> producers of its inputs, and children that it waits for. ``lazily``: those behind its lazy links."""
+
+    version: Any
+    nodes: Mapping[str, Node]
+    needs: Mapping[str, list[str]]
+    lazily: Mapping[str, list[str]]
+
+    @classmethod
+    def of(cls, dynprompt: Any, host: Host, version: Any) -> _Wiring:
+        specs = {node: dynprompt.get_node(node) for node in [*dynprompt.original_prompt, *dynprompt.ephemeral_prompt]}
+        nodes = {node: Node(s["class_type"], s.get("inputs", {})) for node, s in specs.items() if "class_type" in s}
+        needs = {node: _producers(spec.inputs) for node, spec in nodes.items()}
+        for child in dynprompt.ephemeral_prompt:
+            needs.get(dynprompt.get_parent_node_id(child), []).append(child)
+        lazily = {node: _producers(_lazy_inputs(host.node_class(spec.class_type), spec.inputs)) for node, spec in nodes.items()}
+        return cls(version, nodes, needs, {node: producers for node, producers in lazily.items() if producers})
+
+
+class _Listed:
+    """By the executor's list: pending nodes, and what a pending node may still ask for behind its lazy links."""
+
+    def __init__(self, executor: Executor, wiring: _Wiring) -> None:
+        self._executor = executor
+        self._lazily = wiring.lazily
+        self._undecided: set[str] = set()  # pending nodes with lazy links
+        self._behind = Needed({node: needs for node, needs in wiring.needs.items() if node not in executor.cached})
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._executor.pending or (node not in self._executor.cached and self._is_behind_lazy_links(node))
+
+    def _is_behind_lazy_links(self, node: object) -> bool:
+        pending = self._executor.pending
+        for undecided, producers in self._lazily.items():
+            if (undecided in pending) == (undecided in self._undecided):
+                continue
+            if undecided in pending:
+                self._undecided.add(undecided)
+                self._behind.enter(producers)
+            else:
+                self._undecided.discard(undecided)
+                self._behind.leave(producers)
+        return node in self._behind
+
+
+def _producers(inputs: Mapping[str, Any]) -> list[str]:
+    links = map(link_of, inputs.values())
+    return [link[0] for link in links if link is not None]
 
 
 def _loaded(cls: Any, inputs: Mapping[str, Any]) -> Mapping[int, Key]:
@@ -97,13 +170,21 @@ def _loaded(cls: Any, inputs: Mapping[str, Any]) -> Mapping[int, Key]:
 def _declared(cls: Any) -> NodeClass:
     carries = getattr(cls, "CARRIES", None)
     slots = None if carries is None else frozenset(carries)
-    return NodeClass(tuple(map(str, cls.RETURN_TYPES or ())), slots, getattr(cls, "TAKES_TURNS", False))
+    is_async = inspect.iscoroutinefunction(getattr(cls, getattr(cls, "FUNCTION", ""), None))
+    return NodeClass(tuple(map(str, cls.RETURN_TYPES or ())), slots, getattr(cls, "TAKES_TURNS", False), is_async)
 
 
 @functools.lru_cache(maxsize=4096)
-def _lazy_inputs(cls: Any) -> tuple[str, ...]:
+def _lazy_names(cls: Any) -> frozenset[str]:
     inputs = _declared_inputs(cls)
-    return tuple(name for name, spec in inputs.items() if len(spec) > 1 and isinstance(spec[1], dict) and spec[1].get("lazy"))
+    return frozenset(
+        name for name, spec in inputs.items() if len(spec) > 1 and isinstance(spec[1], dict) and spec[1].get("lazy")
+    )
+
+
+def _lazy_inputs(cls: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    names = frozenset() if cls is None else _lazy_names(cls)
+    return {name: inputs[name] for name in names & inputs.keys()}
 
 
 def _declared_inputs(cls: Any) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from .checkpoint import Checkpoint
 from .fingerprint import Fingerprint
+from .folding import Folding, Points
 from .reader import OnBytes, Reader
 from .resource import Cost, FillRequest, Identity, Mode, Parts
 from .skeleton import Slot, WeightsNotLoaded, emptied, make_lazy
@@ -57,6 +59,7 @@ class Component:
         self._storages = LivingStorages()
         self._prints: dict[str, Fingerprint] = {}  # of weights that are in place for good
         self._streamed: list[StreamedFill] = []
+        self._foldings: list[Folding] = []
         self.acquire: Callable[[Parts], AbstractContextManager[Any]] = self._require_filled
         make_lazy(self.module, self.module.ENTRY_POINTS, _through(weakref.ref(self)))  # type: ignore[arg-type]
 
@@ -72,13 +75,16 @@ class Component:
         """Resident bytes of the parts (default: all of them)."""
         return sum(slot.nbytes for slot in self._slots_of(self.parts if parts is None else parts))
 
-    def costs(self, parts: Parts) -> Mapping[Mode, Cost]:
+    def costs(self, parts: Parts, points: Points = ()) -> Mapping[Mode, Cost]:
         slots = self._slots_of(parts)
         transient = self._source.transient_bytes(slots)
-        costs: dict[Mode, Cost] = {"whole": Cost(sum(slot.nbytes for slot in slots), transient)}
-        streamed = StreamedFill(self.module, slots, self._source, self._storages)
+        folding = self._folding(slots, points)
+        rest = [slot for slot in slots if slot.name not in folding.slot_names]
+        costs: dict[Mode, Cost] = {"whole": Cost(sum(slot.nbytes for slot in rest) + folding.table_bytes, transient)}
+        streamed = StreamedFill(self.module, rest, self._source, self._storages)
         if streamed.is_possible:
-            costs["streamed"] = streamed.cost(transient)
+            least = streamed.cost(transient)
+            costs["streamed"] = replace(least, resident=least.resident + folding.table_bytes)
         return costs
 
     def resident_parts(self) -> Parts:
@@ -89,23 +95,39 @@ class Component:
         """Read the missing weights of the parts. Raises CheckpointError, or what ``on_bytes`` raises; then nothing is kept."""
         self.checkpoint.verify_unchanged()
         missing = self._missing(request.parts)
-        streamed = StreamedFill(self.module, missing, self._source, self._storages)
+        folding = self._folding(missing, request.points)
+        rest = [slot for slot in missing if slot.name not in folding.slot_names]
+        streamed = StreamedFill(self.module, rest, self._source, self._storages)
         is_streamed = request.mode == "streamed" and streamed.is_possible
-        staying = streamed.staying(request.grant) if is_streamed else missing
+        grant = None if request.grant is None else request.grant - folding.table_bytes
+        staying = streamed.staying(grant) if is_streamed else rest
         try:
-            self._read(staying, request.on_bytes)
+            self._fold(folding, staying)
+            self._read([slot for slot in staying if slot.name not in self._prints], request.on_bytes)
             if is_streamed:
                 self._streamed.append(streamed)
                 streamed.open(request.num_passes, request.prefetch)
         except BaseException:
             self._empty(staying)
             self._end(streamed)
+            self._unfold(folding)
             raise
+
+    def expect(self, points: Points) -> None:
+        """Be ready for these points: where sub-modules are folded for others, only their weights are read again."""
+        for folding in tuple(self._foldings):
+            if points and not folding.covers(points):
+                self._unfold(folding)
+                again = Folding(self.module, folding.slots, self._source, self._storages, points)
+                self._foldings.append(again)
+                again.fold()
 
     def drop(self) -> None:
         """Put the empty stand-ins back; nothing of ours holds a weight afterwards."""
         for streamed in tuple(self._streamed):
             self._end(streamed)
+        for folding in tuple(self._foldings):
+            self._unfold(folding)
         self._empty(self._slots.values())
 
     def shrink(self, nbytes: int) -> int:
@@ -144,7 +166,8 @@ class Component:
 
     def _present(self) -> set[str]:
         """Names of weights that are in place, or that come by themselves."""
-        return self._prints.keys() | {name for streamed in self._streamed for name in streamed.passing}
+        passing = {name for streamed in self._streamed for name in streamed.passing}
+        return self._prints.keys() | passing | {name for folding in self._foldings for name in folding.slot_names}
 
     def _read(self, slots: Iterable[Slot], on_bytes: OnBytes | None) -> None:
         with torch.inference_mode(False):  # inference tensors have no version counter, and recompile at every refill
@@ -154,6 +177,23 @@ class Component:
             self.checkpoint.verify_unchanged()  # nor was it while it was read
             for slot in slots:
                 self._prints[slot.name] = Fingerprint.of(slot.put(tensors.pop(slot.name)))
+
+    def _folding(self, slots: Sequence[Slot], points: Points) -> Folding:
+        return Folding(self.module, slots, self._source, self._storages, points)
+
+    def _fold(self, folding: Folding, staying: Sequence[Slot]) -> None:
+        """Fold first, while little else is in memory: a sub-module's weights take the room that other weights get afterwards."""
+        if not folding.slot_names:
+            return
+        inputs = tuple(self.module.FOLD_INPUTS)  # type: ignore[arg-type]
+        self._read([slot for slot in staying if slot.name.startswith(inputs)], None)
+        self._foldings.append(folding)
+        folding.fold()
+
+    def _unfold(self, folding: Folding) -> None:
+        folding.unfold()
+        if folding in self._foldings:
+            self._foldings.remove(folding)
 
     def _end(self, streamed: StreamedFill) -> None:
         streamed.close()

@@ -7,7 +7,7 @@ ends there.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,12 +26,14 @@ Reason = Literal["direct wire", "passed through", "constant in an expansion", "u
 class NodeClass:
     """What a node class declares: the types of its outputs, and which slots carry a handle on (None: judge by type).
 
-    ``takes_turns``: computes with what it uses for so long that branches should share the load.
+    ``takes_turns``: computes with what it uses for so long that branches should share the load. ``is_async``: once started, it
+    may be at work while the host waits.
     """
 
     output_types: tuple[str, ...]
     carries: frozenset[int] | None = None
     takes_turns: bool = False
+    is_async: bool = False
 
     def may_carry(self, slot: int) -> bool:
         """Whether a resource that comes in may go out by this slot."""
@@ -79,6 +81,46 @@ def ancestors(nodes: Mapping[str, Node], targets: Iterable[str]) -> set[str]:
         links = (link_of(value) for value in nodes[node].inputs.values())
         pending += [link[0] for link in links if link is not None and link[0] in nodes]
     return found
+
+
+class Needed:
+    """Nodes that somebody needs, directly or not, while nodes come and go. All calls together are linear in nodes and links.
+
+    ``needs``: node -> the nodes that it needs.
+    """
+
+    def __init__(self, needs: Mapping[str, Iterable[str]]) -> None:
+        self._needs = needs
+        self._num_users: Counter[str] = Counter()
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._num_users
+
+    def enter(self, nodes: Iterable[str]) -> None:
+        """Somebody more needs the nodes."""
+        pending = list(nodes)
+        while pending:
+            node = pending.pop()
+            self._num_users[node] += 1
+            if self._num_users[node] == 1:
+                pending += self._needs.get(node, ())
+
+    def leave(self, nodes: Iterable[str]) -> None:
+        """Somebody who entered the nodes needs them no longer."""
+        pending = list(nodes)
+        while pending:
+            node = pending.pop()
+            if node not in self:
+                continue  # it has finished
+            self._num_users[node] -= 1
+            if not self._num_users[node]:
+                del self._num_users[node]
+                pending += self._needs.get(node, ())
+
+    def finish(self, node: str) -> None:
+        """The node needs nothing more, whoever needs it."""
+        if self._num_users.pop(node, 0):
+            self.leave(self._needs.get(node, ()))
 
 
 def trails(

@@ -47,7 +47,7 @@ class FillRequest:
     """``grant``: bytes that may stay, None for as few as possible (streamed) or all (whole).
 
     ``num_passes``: how often the blocks will be run through, None for unknown. ``prefetch=False`` reads each block only when it
-    is needed. ``on_bytes(done, total)`` may raise to cancel.
+    is needed. ``points``: all inputs that foldable sub-modules will be asked for. ``on_bytes(done, total)`` may raise to cancel.
     """
 
     parts: Parts
@@ -55,6 +55,7 @@ class FillRequest:
     grant: int | None = None
     num_passes: int | None = None
     prefetch: bool = True
+    points: tuple[float, ...] = ()
     on_bytes: Callable[[int, int], None] | None = None
 
 
@@ -75,7 +76,7 @@ class Resource(Protocol):
     def device(self) -> torch.device: ...
     @property
     def parts(self) -> Parts: ...
-    def costs(self, parts: Parts) -> Mapping[Mode, Cost]: ...
+    def costs(self, parts: Parts, points: tuple[float, ...] = ()) -> Mapping[Mode, Cost]: ...
     def resident_parts(self) -> Parts: ...
     def fill(self, request: FillRequest) -> None: ...
     def drop(self) -> None: ...

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .graph import ANY, Key, Node, Output, Trail, trails
+from .graph import ANY, Key, Node, NodeClass, Output, Trail, trails
 from .resource import Resource
 from .store import Store
 from .turns import Turnstile, grouped_order
@@ -34,10 +34,10 @@ class Prompt(Protocol):
         """Cheap; equal while the graph is unchanged."""
 
     def view(self) -> GraphView: ...
-    def may_run(self) -> set[str]:
-        """Nodes that have not finished and may still run, the present one included."""
+    def may_run(self) -> Container[str]:
+        """Nodes that may still run, the present one included, and perhaps some that have finished."""
 
-    def classes(self, class_type: str) -> Any: ...
+    def classes(self, class_type: str) -> NodeClass | None: ...
     def sources(self, nodes: Mapping[str, Node]) -> Mapping[Output, Key]:
         """Loader outputs and the identities of their resources; ANY where the loader's inputs are not known yet."""
 
@@ -73,9 +73,12 @@ class Session:
         self._kept: set[Key] = set()
         self._version: Any = object()
         self._trails: dict[Key, Trail] = {}
+        self._left: dict[Key, list[str]] = {}  # consumers, but for those that were found to be gone
         self._running: set[str] = set()
+        self._sync: set[str] = set()  # nodes that are never at work while the host waits
         self._order: list[str] = []
-        self._turnstile = Turnstile(self._earlier, lambda: self._running) if takes_turns else None
+        self._place: dict[str, int] = {}  # in the order
+        self._turnstile = Turnstile(self._earlier, lambda: self._running - self._sync) if takes_turns else None
         self._has_failed = False
 
     @_contained
@@ -85,7 +88,7 @@ class Session:
         self._read_graph()
         may_run = self.prompt.may_run()
         for key, trail in self._trails.items():
-            if not trail.consumers.keys() & may_run and self._loader_runs(key, may_run):
+            if not any(node in may_run for node in trail.consumers) and self._loader_runs(key, may_run):
                 log.warning("Lazy H3: %s is loaded by a node but used by none; it is never read.", _name(key))
 
     @_contained
@@ -93,7 +96,10 @@ class Session:
         """A node begins: it may run again, whatever it did before (loops)."""
         self.finished.discard(node)
         self._running.add(node)
-        self._wake()
+        for key, trail in self._trails.items():
+            if node in trail.consumers:
+                self._left[key].append(node)
+        self._wake(node)
 
     @_contained
     def ended(self, node: str) -> None:
@@ -102,16 +108,16 @@ class Session:
             return
         self.finished.add(node)
         self._running.discard(node)
-        self._wake()
+        self._wake(node)
         self.store.unpin_node(self.prompt_id, node)
         self._settle()
         candidates = [r for r in self.store.resident() if r.identity not in self._kept]
         if not candidates:
             return
         self._refresh()
-        may_run = self.prompt.may_run() - self.finished
+        may_run = self.prompt.may_run()
         for resource in candidates:
-            if not self._remaining(resource, may_run):
+            if not any(self._has_users(key, may_run) for key in (resource.identity, ANY)):
                 is_wired = bool(self._trails.keys() & {resource.identity, ANY})
                 self._release(resource, f"node {node} was its last user" if is_wired else "no node of this prompt uses it")
 
@@ -132,28 +138,28 @@ class Session:
         if self._turnstile is not None and not self.is_over:
             await self._turnstile.turn(node, check)
 
-    def remaining(self, resource: Resource) -> set[str]:
-        """Nodes that may still touch the resource."""
-        return self._remaining(resource, self.prompt.may_run() - self.finished)
+    def _has_users(self, key: Key, may_run: Container[str]) -> bool:
+        """Whether a node that may still run may touch the resource. A consumer is looked at until it is gone: once, mostly."""
+        left = self._left.get(key, [])
+        while left and (left[-1] in self.finished or left[-1] not in may_run):
+            left.pop()
+        return bool(left)
 
-    def _remaining(self, resource: Resource, may_run: set[str]) -> set[str]:
-        known = (self._trails.get(key) for key in (resource.identity, ANY))
-        return {node for trail in known if trail is not None for node in trail.consumers.keys() & may_run}
-
-    def _earlier(self, node: str) -> set[str]:
+    def _earlier(self, node: str) -> list[str]:
         """Heavy nodes that should run before ``node`` and still may. An analysis that fails lets everybody go."""
         try:
             self._refresh()
-            position = self._order.index(node) if node in self._order else 0
-            return set(self._order[:position]) & (self.prompt.may_run() - self.finished)
+            may_run = self.prompt.may_run()
+            before = self._order[: self._place.get(node, 0)]
+            return [other for other in before if other not in self.finished and other in may_run]
         except Exception:
             log.exception("Lazy H3: the order of heavy nodes is unknown in prompt %s; they run as they come.", self.prompt_id)
-            self._order = []
-            return set()
+            self._place = {}
+            return []
 
-    def _wake(self) -> None:
+    def _wake(self, node: str) -> None:
         if self._turnstile is not None:
-            self._turnstile.wake()
+            self._turnstile.wake(node)
 
     def _refresh(self) -> None:
         """Read the graph again if an expansion has added to it."""
@@ -182,18 +188,20 @@ class Session:
 
     def _read_graph(self) -> None:
         view = self.prompt.view()
+        declared = {node: self.prompt.classes(spec.class_type) for node, spec in view.nodes.items()}
         self._sources = self.prompt.sources(view.nodes)
         self._trails = trails(view.nodes, self.prompt.classes, self._sources, view.constants)
-        self._order = grouped_order(view.nodes, self._needs(view.nodes))
+        self._left = {key: list(trail.consumers) for key, trail in self._trails.items()}
+        self._sync = {node for node, cls in declared.items() if cls is not None and not cls.is_async}
+        self._order = grouped_order(view.nodes, self._needs(node for node, cls in declared.items() if cls and cls.takes_turns))
+        self._place = {node: place for place, node in enumerate(self._order)}
         self._version = view.version
 
-    def _needs(self, nodes: Mapping[str, Node]) -> dict[str, frozenset[Key]]:
+    def _needs(self, heavy: Iterable[str]) -> dict[str, frozenset[Key]]:
         """What each heavy node uses."""
-        declared = {node: self.prompt.classes(spec.class_type) for node, spec in nodes.items()}
-        heavy = [node for node, cls in declared.items() if cls is not None and cls.takes_turns]
         return {node: frozenset(key for key, trail in self._trails.items() if node in trail.consumers) for node in heavy}
 
-    def _loader_runs(self, key: Key, may_run: set[str]) -> bool:
+    def _loader_runs(self, key: Key, may_run: Container[str]) -> bool:
         return any(node in may_run for (node, _), source in self._sources.items() if source == key)
 
 

@@ -7,13 +7,15 @@ samplings, and those before all decodes, as far as the wiring allows: 3 loads. P
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 
 from .graph import Key, Node, link_of
 
 ROUND_SECONDS = 0.1
 PATIENT_ROUNDS = 2
+MOST_ROUNDS = 100  # with a node that may be at work: it may also be waiting for children or for a lazy input
 
 
 def grouped_order(nodes: Mapping[str, Node], needs: Mapping[str, frozenset[Key]]) -> list[str]:
@@ -78,45 +80,51 @@ def _parents(nodes: Mapping[str, Node], node: str) -> list[str]:
 class Turnstile:
     """Where heavy nodes wait for earlier ones. All methods run on the event loop's thread.
 
-    ``earlier(node)`` names the nodes that should go first and may still run; ``running()`` those that have started and have
-    not finished.
+    ``earlier(node)`` names the nodes that should go first and may still run, the last of them last; ``running()`` those that
+    have started, have not finished, and may be at work meanwhile.
     """
 
-    def __init__(self, earlier: Callable[[str], set[str]], running: Callable[[], set[str]]) -> None:
+    def __init__(self, earlier: Callable[[str], Collection[str]], running: Callable[[], Set[str]]) -> None:
         self._earlier = earlier
         self._running = running
-        self._waiting: dict[str, None] = {}
-        self._changed: asyncio.Event | None = None
+        self._waiting: Counter[str] = Counter()  # a node that is mapped over a list waits once for each item
+        self._bells: dict[str, asyncio.Event] = {}  # node -> rings for those who wait for it
+        self._num_events = 0
 
     async def turn(self, node: str, check: Callable[[], None]) -> None:
         """Wait while an earlier node may still run. ``check`` runs each round and may raise (interrupts).
 
-        If nobody but waiting nodes has been running for a while, the first in order goes, whatever it waits for.
+        If nobody but waiting nodes has been running for a while, the first in order goes, whatever it waits for; so it does if
+        nothing at all has happened for a long while.
         """
-        self._changed = self._changed or asyncio.Event()
         quiet_rounds = 0
-        self._waiting[node] = None
+        self._waiting[node] += 1
         try:
-            while self._earlier(node) and quiet_rounds < PATIENT_ROUNDS:
+            while earlier := self._earlier(node):
+                is_first = self._waiting.keys().isdisjoint(earlier)
+                if is_first and quiet_rounds >= self._patience():
+                    return
                 check()
-                changed = await self._wait()
-                is_first = not self._earlier(node) & self._waiting.keys()
-                stuck = is_first and self._running() <= self._waiting.keys()
-                quiet_rounds = quiet_rounds + 1 if stuck and not changed else 0
+                seen = self._num_events
+                await self._wait_for([*earlier][-1])
+                quiet_rounds = quiet_rounds + 1 if self._num_events == seen else 0
         finally:
-            del self._waiting[node]
+            self._waiting[node] -= 1
+            self._waiting += Counter()  # forget nodes of which no call waits
 
-    def wake(self) -> None:
-        """A node has started or finished."""
-        if self._changed is not None:
-            self._changed.set()
+    def wake(self, node: str | None = None) -> None:
+        """The node (None: any) has started or finished."""
+        self._num_events += 1
+        for rung in [*self._bells] if node is None else [node]:
+            bell = self._bells.pop(rung, None)
+            if bell is not None:
+                bell.set()
 
-    async def _wait(self) -> bool:
-        """Until somebody starts or finishes, or a round is over; whether something happened."""
-        assert self._changed is not None
-        try:
-            await asyncio.wait_for(self._changed.wait(), ROUND_SECONDS)
-        except asyncio.TimeoutError:
-            return False
-        self._changed.clear()
-        return True
+    def _patience(self) -> int:
+        return PATIENT_ROUNDS if self._running() <= self._waiting.keys() else MOST_ROUNDS
+
+    async def _wait_for(self, node: str) -> None:
+        """Until the node starts or finishes, or a round is over."""
+        bell = self._bells.setdefault(node, asyncio.Event())
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(bell.wait(), ROUND_SECONDS)

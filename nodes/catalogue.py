@@ -57,13 +57,15 @@ class Catalogue:
         layout = identified(path, checkpoint)
         if layout.kind != kind:
             found, loader = LOADERS[layout.kind]
-            raise CheckpointError(f"{path}: is a {found}, not a {LOADERS[kind][0]}; use the node {loader}.")
-        cast = Cast(compute_dtype(dtype, checkpoint, device), _storage_dtype(layout))
+            raise CheckpointError(f"{path}: is the {found}, not the {LOADERS[kind][0]}; use the node {loader}.")
+        with torch.device("meta"):
+            module = layout.build()
+        cast = Cast(compute_dtype(dtype, checkpoint, device), module.storage_dtype)
         return Component(
             kind=kind,
             name=f"{LOADERS[kind][0]} ({_short_name(path, dtype)})",
             checkpoint=checkpoint,
-            build=layout.build,
+            build=lambda: module,
             recipes=layout.recipes,
             cast=cast,
             device=device,
@@ -126,8 +128,3 @@ def _short_name(path: Path, dtype: str) -> str:
     """Tells apart what one workflow may load: also the same file in two precisions."""
     name = f"{path.parent.name}/{path.name}" if path.is_dir() else path.stem
     return name if dtype == AS_STORED else f"{name}, {dtype}"
-
-
-def _storage_dtype(layout: Layout) -> Any:
-    with torch.device("meta"):
-        return type(layout.build()).storage_dtype

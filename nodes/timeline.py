@@ -168,9 +168,7 @@ class _Chart:
         else:
             self._write((x, top - 3), name, 16, "mb")
 
-    def _write(
-        self, where: tuple[float, float], text: str, size: int, anchor: str, colour: str = INK, halo: int = HALO
-    ) -> None:
+    def _write(self, where: tuple[float, float], text: str, size: int, anchor: str, colour: str = INK, halo: int = HALO) -> None:
         box = self._pen.textbbox(where, text, self._fonts[size], anchor=anchor)
         if not any(_overlap(box, other) for other in self._taken):
             self._taken.append(box)

@@ -48,6 +48,13 @@ def tiny_folder_models() -> Path:
     return _made("folder")
 
 
+@functools.cache
+def _catalogue() -> tuple[Catalogue, list[int]]:
+    """One for all stages, which come one after the other, and the bytes of what its reader reads: skeletons take time."""
+    reads: list[int] = []
+    return Catalogue(Reader(before_chunk=reads.append)), reads
+
+
 def copied_models(target: Path, source: Path | None = None) -> Path:
     """A copy of the tiny model that a test may damage."""
     shutil.copytree(source or tiny_models(), target)
@@ -134,11 +141,11 @@ def stage(
 ) -> Iterator[Stage]:
     """A stage; ``options`` are those of the embedded host."""
     folders = {"output_directory": out, "input_directory": out / "input", "models": models or tiny_models()}
-    reads: list[int] = []
+    catalogue, reads = _catalogue()
+    reads.clear()
     kept: dict[str, Any] = {}
     classes = {**NODE_CLASS_MAPPINGS, "Keep": keeper(kept), **(classes or {})}
     with EmbeddedHost(classes, **{"seed": 0, **folders, **options}) as host:
-        catalogue = Catalogue(Reader(before_chunk=reads.append))
         with installed(Runtime(EmbeddedPort(host, CPU), Store(budget=budget), catalogue, policy)) as runtime:
             yield Stage(host, runtime, reads, kept)
 

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import signal
 import threading
+import time
 import weakref
 
 import pytest
@@ -289,6 +290,7 @@ def test_ctrl_c_interrupts_the_prompt_and_is_raised_when_it_has_ended(trace):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         while True:
             throw_exception_if_processing_interrupted()
+            time.sleep(0.001)
 
     host = recording_host(trace, {"Work": output(work)})
     with pytest.raises(KeyboardInterrupt):

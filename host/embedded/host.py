@@ -141,7 +141,7 @@ class EmbeddedHost:
         self._refuse_on_worker()
         arguments = (copy.deepcopy(dict(prompt)), prompt_id or uuid.uuid4().hex, outputs, dict(extra_data or {}))
         try:
-            return self._submit(self._run, *arguments).result()
+            return _result_of(self._submit(self._run, *arguments))
         except KeyboardInterrupt:
             self._interrupt_until_idle()
             raise
@@ -270,6 +270,13 @@ class EmbeddedHost:
         if any(flags.values()):
             gc.collect()
             self.model_management.soft_empty_cache()
+
+
+def _result_of(job: Future[RunResult]) -> RunResult:
+    """Waits in slices, because a wait without end may not let Ctrl-C through."""
+    while not job.done():
+        wait([job], timeout=0.2)
+    return job.result()
 
 
 def _refused(prompt_id: str, prompt: dict[str, Node], validation: Validation) -> RunResult:
