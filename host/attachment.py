@@ -7,6 +7,7 @@ events; a sleeping task on the prompt's own event loop, which the host cancels h
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import logging
 from typing import Any
@@ -23,13 +24,13 @@ HANDLER_NAME = "lazy_h3"
 
 
 class Attachment:
-    """Keeps at most one session open: that of the running prompt. ``takes_turns``: whether heavy nodes wait for each other."""
+    """Keeps at most one session open: that of the running prompt. ``take_turns``: whether heavy nodes wait for each other."""
 
-    def __init__(self, host: Host, store: Store, keeps: Keeps = lambda _: None, takes_turns: bool = True) -> None:
+    def __init__(self, host: Host, store: Store, keeps: Keeps = lambda _: None, take_turns: bool = True) -> None:
         self.host = host
         self.store = store
         self.keeps = keeps
-        self.takes_turns = takes_turns
+        self.take_turns = take_turns
         self.session: Session | None = None
         self._prompt: RunningPrompt | None = None
         self._finishing: str | None = None
@@ -47,7 +48,7 @@ class Attachment:
         self.close()
         self._turn_page(registry.prompt_id)
         self._prompt = RunningPrompt(registry, self.host)
-        self.session = Session(self._prompt, self.store, self.keeps, self.takes_turns)
+        self.session = Session(self._prompt, self.store, self.keeps, self.take_turns)
         registry.register_handler(_handler(self.host.progress_module.ProgressHandler, self))
         self._post_sentinel(self.session)
         self.session.begin()
@@ -108,7 +109,8 @@ class Attachment:
         task = loop.create_task(_sleep_until_cancelled(), name="lazy-h3-sentinel")
         self._sentinels.add(task)
         task.add_done_callback(self._sentinels.discard)
-        task.add_done_callback(lambda _: self.close() if self.session is session else session.end())
+        outside = contextvars.Context()  # in the present one, the node that is executing now would seem to end the prompt
+        task.add_done_callback(lambda _: self.close() if self.session is session else session.end(), context=outside)
 
     def _current_node(self) -> str | None:
         executing = self.host.executing()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class RunningPrompt:
         self._finished: set[str] = set()
         self._wiring: _Wiring | None = None
         self._listed: _Listed | None = None
-        self._wanted: Needed | None = None
+        self._wanted: _Wanted | None = None
 
     def started(self, node: str) -> None:
         """The node begins, perhaps again."""
@@ -62,7 +62,10 @@ class RunningPrompt:
         if self._executor is not None:
             self._listed = self._listed or _Listed(self._executor, wiring)
             return self._listed
-        self._wanted = self._wanted or self._wanted_by_outputs(wiring)
+        if self._wanted is None:
+            self._wanted = _Wanted(self._output_nodes(wiring.nodes), wiring)
+            for node in self._finished:
+                self._wanted.finish(node)
         return self._wanted
 
     def classes(self, class_type: str) -> NodeClass | None:
@@ -86,13 +89,6 @@ class RunningPrompt:
             self._listed = self._wanted = None
         return self._wiring
 
-    def _wanted_by_outputs(self, wiring: _Wiring) -> Needed:
-        wanted = Needed(wiring.needs)
-        wanted.enter(self._output_nodes(wiring.nodes))
-        for node in self._finished:
-            wanted.finish(node)
-        return wanted
-
     def _output_nodes(self, nodes: Mapping[str, Node]) -> Iterable[str]:
         """What the prompt was queued for, if the host tells, and output nodes of expansions; else all output nodes."""
         queued = self._host.outputs_to_execute()
@@ -109,22 +105,28 @@ class RunningPrompt:
 
 @dataclass(frozen=True)
 class _Wiring:
-    """``needs``: node -> producers of its inputs, and children that it waits for. ``lazily``: those behind its lazy links."""
+    """``needs``: node -> producers of its inputs, and its children. ``lazily``: node -> producers behind its lazy links.
+
+    ``expanded``: nodes that have children; they have run, and only wait for those.
+    """
 
     version: Any
     nodes: Mapping[str, Node]
     needs: Mapping[str, list[str]]
     lazily: Mapping[str, list[str]]
+    expanded: Set[str]
 
     @classmethod
     def of(cls, dynprompt: Any, host: Host, version: Any) -> _Wiring:
         specs = {node: dynprompt.get_node(node) for node in [*dynprompt.original_prompt, *dynprompt.ephemeral_prompt]}
         nodes = {node: Node(s["class_type"], s.get("inputs", {})) for node, s in specs.items() if "class_type" in s}
         needs = {node: _producers(spec.inputs) for node, spec in nodes.items()}
-        for child in dynprompt.ephemeral_prompt:
-            needs.get(dynprompt.get_parent_node_id(child), []).append(child)
+        parents = {child: dynprompt.get_parent_node_id(child) for child in dynprompt.ephemeral_prompt}
+        for child, parent in parents.items():
+            needs.get(parent, []).append(child)
         lazily = {node: _producers(_lazy_inputs(host.node_class(spec.class_type), spec.inputs)) for node, spec in nodes.items()}
-        return cls(version, nodes, needs, {node: producers for node, producers in lazily.items() if producers})
+        lazily = {node: producers for node, producers in lazily.items() if producers}
+        return cls(version, nodes, needs, lazily, set(parents.values()))
 
 
 class _Listed:
@@ -132,12 +134,15 @@ class _Listed:
 
     def __init__(self, executor: Executor, wiring: _Wiring) -> None:
         self._executor = executor
+        self._expanded = wiring.expanded
         self._lazily = wiring.lazily
         self._undecided: set[str] = set()  # pending nodes with lazy links
         self._behind = Needed({node: needs for node, needs in wiring.needs.items() if node not in executor.cached})
 
     def __contains__(self, node: object) -> bool:
-        return node in self._executor.pending or (node not in self._executor.cached and self._is_behind_lazy_links(node))
+        if node in self._executor.pending:
+            return node not in self._expanded
+        return node not in self._executor.cached and self._is_behind_lazy_links(node)
 
     def _is_behind_lazy_links(self, node: object) -> bool:
         pending = self._executor.pending
@@ -151,6 +156,21 @@ class _Listed:
                 self._undecided.discard(undecided)
                 self._behind.leave(producers)
         return node in self._behind
+
+
+class _Wanted:
+    """By the outputs: what those that have not finished need, directly or not."""
+
+    def __init__(self, outputs: Iterable[str], wiring: _Wiring) -> None:
+        self._expanded = wiring.expanded
+        self._needed = Needed(wiring.needs)
+        self._needed.enter(outputs)
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._needed and node not in self._expanded
+
+    def finish(self, node: str) -> None:
+        self._needed.finish(node)
 
 
 def _producers(inputs: Mapping[str, Any]) -> list[str]:
@@ -177,9 +197,7 @@ def _declared(cls: Any) -> NodeClass:
 @functools.lru_cache(maxsize=4096)
 def _lazy_names(cls: Any) -> frozenset[str]:
     inputs = _declared_inputs(cls)
-    return frozenset(
-        name for name, spec in inputs.items() if len(spec) > 1 and isinstance(spec[1], dict) and spec[1].get("lazy")
-    )
+    return frozenset(name for name, spec in inputs.items() if len(spec) > 1 and isinstance(spec[1], dict) and spec[1].get("lazy"))
 
 
 def _lazy_inputs(cls: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:

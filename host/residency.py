@@ -117,7 +117,7 @@ class Residency:
         return [entry for entry in self._management.current_loaded_models if entry.model is patcher]
 
     def _made(self, resource: Resource) -> Any:
-        patcher = self._patcher_class(torch.nn.Module(), load_device=resource.device, offload_device=CPU)
-        patcher.resource = resource
-        patcher.store = self._store
+        patcher = self._patcher_class.__new__(self._patcher_class)
+        patcher.resource, patcher.store = resource, self._store  # older hosts ask for the size while they construct
+        patcher.__init__(torch.nn.Module(), load_device=resource.device, offload_device=CPU)
         return patcher

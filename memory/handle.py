@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .component import Component
+from .resource import Hints
 from .store import Store
 
 
@@ -35,14 +36,22 @@ class Handle:
         return self._component.module.config
 
     @contextmanager
-    def use(self, *parts: str, node: tuple[str, str] | None = None) -> Iterator[Any]:
+    def use(
+        self,
+        *parts: str,
+        node: tuple[str, str] | None = None,
+        num_passes: int | None = None,
+        points: tuple[float, ...] = (),
+    ) -> Iterator[Any]:
         """Pin the component with the named parts resident (default: all) and give its module. No await inside the block.
 
-        ``node``: (prompt id, node id) of the user. Raises MemoryRefused or CheckpointError if it cannot be filled.
+        ``node``: (prompt id, node id) of the user; ``num_passes`` and ``points``: see ``Hints``. Raises MemoryRefused or
+        CheckpointError if it cannot be filled.
         """
         owner = None if node is None else ("node", *node)
         wanted = frozenset(parts) or self._component.parts
-        with self._store.use(self._component, wanted, owner):
+        with self._store.use(self._component, wanted, owner, Hints(num_passes, points)):
+            self._component.expect(points)
             yield self._component.module
 
     def release(self, reason: str) -> None:

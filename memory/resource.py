@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -40,6 +40,25 @@ class Cost:
     reread_per_pass: int = 0
     block_bytes: int = 0
     num_blocks: int = 0
+
+    def granted(self, grant: int | None) -> Cost:
+        """The cost with as many blocks held as ``grant`` resident bytes allow."""
+        if grant is None or not self.block_bytes:
+            return self
+        held = min(max(0, grant - self.resident) // self.block_bytes, self.num_blocks)
+        return replace(
+            self,
+            resident=self.resident + held * self.block_bytes,
+            reread_per_pass=self.reread_per_pass - held * self.block_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What a user knows beforehand: how often it will run through the blocks, and the inputs of foldable sub-modules."""
+
+    num_passes: int | None = None
+    points: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from . import device as devices
 from .frames import forget_locals
 from .ledger import Ledger
-from .resource import Cost, FillRequest, Identity, Parts, Resource
+from .resource import Cost, FillRequest, Hints, Identity, Mode, Parts, Resource
 from .units import shown_bytes
 
 log = logging.getLogger("lazy_h3")
@@ -29,6 +29,8 @@ log = logging.getLogger("lazy_h3")
 State = Literal["absent", "filling", "resident", "dropping"]
 Owner = tuple[Any, ...]  # ("use", id) or ("node", prompt, node)
 OnFill = Callable[[Resource, int, int], None]  # (resource, bytes done, bytes in all); may raise to cancel
+Decision = tuple[Mode, int | None]  # how to hold a resource, and the bytes it may take
+NO_HINTS = Hints()
 WAIT_SECONDS = 0.1
 
 
@@ -90,6 +92,7 @@ class Store:
         self.ledger.measure = self.live_bytes
         self.budget = budget
         self.pretended_total = pretended_total
+        self.decide: Callable[[Resource, Parts, Hints], Decision | None] = lambda *_: None  # the plan's word on mode and grant
         self.on_use: list[Callable[[Resource], None]] = []
         self.on_fill: list[OnFill] = []
         self.on_change: list[Callable[[Resource, bool], None]] = []
@@ -114,7 +117,9 @@ class Store:
         return self._known.get(identity)
 
     @contextmanager
-    def use(self, resource: Resource, parts: Parts | None = None, owner: Owner | None = None) -> Iterator[Resource]:
+    def use(
+        self, resource: Resource, parts: Parts | None = None, owner: Owner | None = None, hints: Hints = NO_HINTS
+    ) -> Iterator[Resource]:
         """Pin the resource, fill the parts that are missing, and unpin at the end. Re-entrant, on any thread.
 
         Raises MemoryRefused before reading if it does not fit, and whatever the fill raises; the pin is gone then.
@@ -126,7 +131,7 @@ class Store:
             observer(resource)
         entry = self._pin(resource, owner)
         try:
-            self._ensure_filled(entry, parts)
+            self._ensure_filled(entry, parts, hints)
             yield resource
         except BaseException as error:
             forget_locals(error)
@@ -240,7 +245,7 @@ class Store:
             else:
                 self._release_as_asked(entry)
 
-    def _ensure_filled(self, entry: _Entry, parts: Parts) -> None:
+    def _ensure_filled(self, entry: _Entry, parts: Parts, hints: Hints) -> None:
         resource = entry.resource
         with self._changed:
             while entry.state in ("filling", "dropping"):
@@ -248,11 +253,25 @@ class Store:
             missing = parts - resource.resident_parts()
             if not missing:
                 return
-            cost = resource.costs(missing)["whole"]
+            mode, grant = self._decided(resource, missing, hints)
+            cost = resource.costs(missing, hints.points)[mode].granted(grant)
             self._begin_fill(resource, cost)
         what = ", ".join(sorted(missing)) if missing != resource.parts else ""
-        with self._fill_recorded(entry, cost.resident, what):
-            resource.fill(FillRequest(missing, on_bytes=partial(self._report_progress, resource)))
+        report = partial(self._report_progress, resource)
+        with self._fill_recorded(entry, cost.resident, f"{what} {mode}".strip() if mode != "whole" else what):
+            resource.fill(FillRequest(missing, mode, grant, hints.num_passes, points=hints.points, on_bytes=report))
+
+    def _decided(self, resource: Resource, parts: Parts, hints: Hints) -> Decision:
+        """As the plan says; without one whole if that fits, else streamed in the room there is."""
+        planned = self.decide(resource, parts, hints)
+        costs = resource.costs(parts, hints.points)
+        if planned is not None and planned[0] in costs:
+            return planned
+        room = self._room(resource.device) + sum(e.resource.live_bytes() for e in self._rivals(resource))
+        whole, streamed = costs["whole"], costs.get("streamed")
+        if streamed is None or whole.resident + whole.transient <= room:
+            return "whole", None
+        return "streamed", room - streamed.transient
 
     def _report_progress(self, resource: Resource, done: int, total: int) -> None:
         self.ledger.sample()

@@ -30,18 +30,24 @@ LOG_SECONDS = 2.0
 class Runtime:
     """One host's components. ``policy``: what happens to a component after its last user (design: budget and policies).
 
-    A policy node in the running prompt takes its place. ``feed`` tells the front end what the ledger records.
+    A policy node in the running prompt takes its place. ``take_turns``: whether heavy nodes of one prompt wait for each other, so
+    that branches share one load of each model. ``feed`` tells the front end what the ledger records.
     """
 
     def __init__(
-        self, host: Host, store: Store | None = None, catalogue: Catalogue | None = None, policy: Policy = "auto"
+        self,
+        host: Host,
+        store: Store | None = None,
+        catalogue: Catalogue | None = None,
+        policy: Policy = "auto",
+        take_turns: bool = True,
     ) -> None:
         self.host = host
         self.store = store or Store()
         self.catalogue = catalogue or Catalogue()
         self.policy = policy
         self.residency = Residency(self.store, host.management, host.patcher_base)
-        self.attachment = Attachment(host, self.store, self._keeps)
+        self.attachment = Attachment(host, self.store, self._keeps, take_turns)
         self.feed = EventFeed(host.send, lambda: self.attachment.prompt_id)
         self.store.on_fill.append(_FillProgress(host))
         self.store.ledger.observers.append(self.feed)

@@ -25,7 +25,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8
 MIN_SECONDS, EMPTY_BYTES = 0.01, 1 << 30  # axes of a prompt in which nothing happened
 HALO = 3  # pixels of paper around a label that does not lie in its own band
 STEPS = (1.0, 2.0, 5.0, 10.0)
-Box = tuple[float, float, float, float]
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def timeline(page: Page) -> torch.Tensor:
@@ -106,8 +106,10 @@ class _Scale:
         return TOP + PLOT_HEIGHT * (1 - nbytes / self.top_bytes)
 
     def box(self, band: Band) -> Box:
-        left, right = self.x(band.begin), self.x(band.end)
-        return left, self.y(band.high), max(right, left + 1), self.y(band.low)
+        """First and last pixels, at least one each way."""
+        left, right = round(self.x(band.begin)), round(self.x(band.end))
+        top, bottom = round(self.y(band.high)), round(self.y(band.low))
+        return left, top, max(left, right - 1), max(top, bottom - 1)
 
 
 class _Chart:
@@ -139,11 +141,11 @@ class _Chart:
         left, top, right, bottom = self._scale.box(band)
         colour = _colour(band.index)
         if not band.is_loading:
-            self._pen.rectangle((left, top, right - 1, max(top, bottom - 1)), colour)
+            self._pen.rectangle((left, top, right, bottom), colour)
             return
-        self._pen.rectangle((left, top, right - 1, max(top, bottom - 1)), PAPER, colour)
-        for x in range(math.ceil(left / STRIPE) * STRIPE, math.ceil(right), STRIPE):
-            self._pen.line((x, top, x, bottom - 1), colour, 2)
+        self._pen.rectangle((left, top, right, bottom), PAPER, colour)
+        for x in range(math.ceil(left / STRIPE) * STRIPE, right, STRIPE):
+            self._pen.line((x, top, x, bottom), colour, 2)
 
     def peak(self, nbytes: int) -> None:
         """A dashed line at what was measured."""

@@ -30,6 +30,14 @@ class Trace:
         self.contexts: list[ExecutionContext] = []
         self.handles: list[tuple[str, Handle]] = []  # (node, what it used)
         self.fingerprints: list[str] = []
+        self.hosts: list[EmbeddedHost] = []
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for host in self.hosts:
+            host.close()
 
     def executed(self, handle: Any = None) -> str:
         context = get_executing_context()
@@ -55,6 +63,7 @@ class Trace:
 def recording_host(trace: Trace, extra: dict[str, type] | None = None, **options: Any) -> EmbeddedHost:
     host = EmbeddedHost(node_classes(trace) | (extra or {}), **{"seed": 0} | options)
     host.on_event(trace.observe)
+    trace.hosts.append(host)
     return host
 
 

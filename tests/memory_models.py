@@ -201,7 +201,7 @@ class Foreign:
         self._storage: StorageWeakRef | None = None
         store.add(self)
 
-    def costs(self, parts: Parts) -> dict[str, Cost]:
+    def costs(self, parts: Parts, points: tuple[float, ...] = ()) -> dict[str, Cost]:
         return {"whole": Cost(self.nbytes)}
 
     def resident_parts(self) -> Parts:

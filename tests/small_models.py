@@ -9,7 +9,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -145,9 +145,10 @@ def stage(
     reads.clear()
     kept: dict[str, Any] = {}
     classes = {**NODE_CLASS_MAPPINGS, "Keep": keeper(kept), **(classes or {})}
-    with EmbeddedHost(classes, **{"seed": 0, **folders, **options}) as host:
-        with installed(Runtime(EmbeddedPort(host, CPU), Store(budget=budget), catalogue, policy)) as runtime:
-            yield Stage(host, runtime, reads, kept)
+    with EmbeddedHost(classes, **{"seed": 0, **folders, **options}) as host, ExitStack() as closing:
+        runtime = Runtime(EmbeddedPort(host, CPU), Store(budget=budget), catalogue, policy)
+        closing.enter_context(installed(runtime))
+        yield Stage(host, runtime, reads, kept)
 
 
 def keeper(kept: dict[str, Any]) -> type:

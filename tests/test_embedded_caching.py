@@ -16,7 +16,8 @@ TIGHT = RamLimits(active=1, inactive=1, available=lambda: 0)
 
 @pytest.fixture
 def trace():
-    return Trace()
+    with Trace() as trace:
+        yield trace
 
 
 def other():
@@ -270,6 +271,6 @@ def test_history_keeps_results_by_prompt_id(trace):
     assert host.history == {"p": result}
 
 
-def test_unknown_cache_is_refused_with_the_choices():
+def test_unknown_cache_is_refused_with_the_choices(trace):
     with pytest.raises(ValueError, match="'redis': choose one of ram, classic, lru, none"):
-        recording_host(Trace(), cache="redis")
+        recording_host(trace, cache="redis")

@@ -11,7 +11,8 @@ CACHES = ("ram", "classic", "lru", "none")
 
 @pytest.fixture
 def trace():
-    return Trace()
+    with Trace() as trace:
+        yield trace
 
 
 def branch(trace):
@@ -79,9 +80,9 @@ def with_handler(trace, handler_class):
 
 def test_branches_come_in_any_order_which_the_seed_fixes():
     def order(seed):
-        trace = Trace()
-        recording_host(trace, seed=seed).run(branch(trace))
-        return trace.taken()
+        with Trace() as trace:
+            recording_host(trace, seed=seed).run(branch(trace))
+            return trace.taken()
 
     orders = [order(seed) for seed in range(6)]
     assert len(set(orders)) == 2

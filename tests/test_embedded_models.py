@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from embedded_nodes import Trace, chain, recording_host
-from lazy_h3.host.embedded import EmbeddedHost, get_executing_context, model_management
+from lazy_h3.host.embedded import get_executing_context, model_management
 from lazy_h3.host.embedded.model_management import ModelManagement, ModelPatcher
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")  # only names: nothing is ever put there
@@ -122,8 +122,13 @@ def test_patchers_are_held_weakly_and_dead_ones_leave_the_list(manager, calls):
     assert manager.current_loaded_models == []
 
 
-def test_free_detaches_every_model_of_the_host_without_context(calls):
-    host = recording_host(Trace())
+@pytest.fixture
+def host():
+    with recording_host(Trace()) as host:
+        yield host
+
+
+def test_free_detaches_every_model_of_the_host_without_context(host, calls):
     for device in (FIRST, SECOND):
         host.model_management.set_free_memory(device, 8000 * MIB)
     host.model_management.load_models_gpu(models := [Recorded(calls, "a", MIB), Recorded(calls, "b", MIB, SECOND)])
@@ -134,8 +139,7 @@ def test_free_detaches_every_model_of_the_host_without_context(calls):
     assert [model.loaded_size() for model in models] == [0, 0]
 
 
-def test_module_speaks_of_the_current_host():
-    host = EmbeddedHost()
+def test_module_speaks_of_the_current_host(host):
     assert model_management.current_loaded_models is host.model_management.current_loaded_models
     with pytest.raises(AttributeError):
         _ = model_management.no_such_function

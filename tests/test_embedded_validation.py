@@ -24,7 +24,13 @@ class Strict:
 
 
 def errors_of(prompt, extra=None, outputs=None):
-    return recording_host(Trace(), {"Strict": Strict} | (extra or {})).validate(prompt, outputs)
+    with recording_host(Trace(), {"Strict": Strict} | (extra or {})) as host:
+        return host.validate(prompt, outputs)
+
+
+def result_of(prompt):
+    with recording_host(Trace(), {"Strict": Strict}) as host:
+        return host.run(prompt)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,7 @@ def test_all_problems_of_a_node_are_told_at_once():
 
 def test_constants_are_cast_and_wrapped_lists_unwrapped():
     prompt = {"1": node("Strict", count="3", color={"__value__": "red"}, ratio=1)}
-    result = recording_host(Trace(), {"Strict": Strict}).run(prompt)
+    result = result_of(prompt)
     assert result.outputs["1"]["inputs"] == [{"count": 3, "color": "red", "ratio": 1.0}]
     assert prompt["1"]["inputs"]["count"] == "3"
 
@@ -75,20 +81,20 @@ def test_constants_are_cast_and_wrapped_lists_unwrapped():
     ],
 )
 def test_prompt_that_is_none_is_refused(prompt, kind, message):
-    result = recording_host(Trace()).run(prompt)
+    result = result_of(prompt)
     assert (result.status, result.error.type, result.executed) == ("error", kind, [])
     assert message in result.error.message
 
 
 def test_bad_output_is_left_out_and_the_good_one_runs():
     prompt = chain() | {"4": node("Use", model=["1", 0]), "5": node("Show", value=["4", 0])}
-    result = recording_host(Trace()).run(prompt)
+    result = result_of(prompt)
     assert (result.status, result.executed) == ("success", ["1", "2", "3"])
     assert result.node_errors["4"]["dependent_outputs"] == ["5"]
 
 
 def test_bad_node_that_no_output_needs_does_not_matter():
-    assert recording_host(Trace()).run(chain() | {"9": node("Use")}).status == "success"
+    assert result_of(chain() | {"9": node("Use")}).status == "success"
 
 
 def test_cycle_is_told_with_its_path():

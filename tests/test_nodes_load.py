@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lazy_h3.commands.make_checkpoint import FOLDER, SINGLE_FILES, make_checkpoint
+from lazy_h3.commands.make_checkpoint import FOLDER, FOLDER_FILES, SINGLE_FILES, make_checkpoint
 from lazy_h3.commands.presets import tiny
 from lazy_h3.memory.checkpoint import CheckpointError
 from lazy_h3.nodes import (
@@ -205,32 +205,32 @@ def test_a_fingerprint_never_raises(running):
     assert isinstance(LazyH3FolderLoader.IS_CHANGED(folder=".."), str)
 
 
-@pytest.mark.parametrize("kind", FILE_LOADERS)
-def test_a_file_that_was_replaced_is_read_anew_by_the_next_prompt(tmp_path, kind):
+def test_a_file_that_was_replaced_is_read_anew_by_the_next_prompt(tmp_path):
     models = copied_models(tmp_path / "models")
     with stage(tmp_path / "out", models) as running:
         running.succeed(text_to_video())
-        before = result_of(running.kept)
-        replace_with_other_weights(models / SINGLE_FILES[kind])
-        running.succeed(text_to_video())
-        assert kind in running.loaded()
-        assert result_of(running.kept) != before
+        for kind, file in SINGLE_FILES.items():
+            assert_read_anew(running, kind, models / file, text_to_video())
 
 
-@pytest.mark.parametrize("kind", FILE_LOADERS)
-def test_a_file_in_a_folder_that_was_overwritten_in_place_is_read_anew(tmp_path, kind):
+def test_a_file_in_a_folder_that_was_overwritten_in_place_is_read_anew(tmp_path):
     """Overwriting a file leaves the time stamp of its folder alone."""
     models = copied_models(tmp_path / "models", tiny_folder_models())
-    folder = models / FOLDER / dict(LazyH3FolderLoader.SUBFOLDERS)[kind]
-    (weights,) = folder.glob("*.safetensors")
     with stage(tmp_path / "out", models) as running:
         running.succeed(folder_prompt("minimax_h3"))
-        before, stamp = result_of(running.kept), folder.stat().st_mtime_ns
-        replace_with_other_weights(weights)
-        assert folder.stat().st_mtime_ns == stamp
-        running.succeed(folder_prompt("minimax_h3"))
-        assert kind in running.loaded()
-        assert result_of(running.kept) != before
+        for kind, file in FOLDER_FILES.items():
+            path = models / FOLDER / file
+            stamp = path.parent.stat().st_mtime_ns
+            assert_read_anew(running, kind, path, folder_prompt("minimax_h3"))
+            assert path.parent.stat().st_mtime_ns == stamp
+
+
+def assert_read_anew(running, kind: str, path: Path, prompt: dict) -> None:
+    before = result_of(running.kept)
+    replace_with_other_weights(path)
+    running.succeed(prompt)
+    assert kind in running.loaded()
+    assert result_of(running.kept) != before, kind
 
 
 def replace_with_other_weights(path: Path) -> None:
