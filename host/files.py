@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path, PurePath
+from pathlib import Path, PureWindowsPath
 
 SAFETENSORS = (".safetensors", ".sft")
 
@@ -15,8 +15,8 @@ def inside(folders: Iterable[Path], name: str) -> Path:
     Symbolic links are followed (people keep models on other disks), steps upwards are not. Raises ValueError where there is none.
     """
     folders = list(folders)
-    parts = PurePath(name.replace("\\", "/")).parts
-    if not parts or PurePath(name).is_absolute() or ".." in parts or ":" in parts[0]:
+    parts = PureWindowsPath(name).parts  # takes both kinds of slashes, and knows drives
+    if not parts or ".." in parts or any(PureWindowsPath(part).anchor for part in parts):
         raise ValueError(f"{name!r} leads out of the model folders; choose a name from the loader's list.")
     for folder in folders:
         path = folder.joinpath(*parts)

@@ -78,7 +78,7 @@ class RunningPrompt:
         found: dict[Output, Key] = {}
         for node, spec in nodes.items():
             cls = self._host.node_class(spec.class_type)
-            if hasattr(cls, "resources"):
+            if hasattr(cls, "lazy_h3_resources"):
                 found.update({(node, slot): key for slot, key in _loaded(cls, spec.inputs).items()})
         return found
 
@@ -183,7 +183,7 @@ def _loaded(cls: Any, inputs: Mapping[str, Any]) -> Mapping[int, Key]:
     inputs = {name: value for name, value in inputs.items() if name in _declared_inputs(cls)}  # others never reach a node
     if any(link_of(value) is not None for value in inputs.values()):
         return dict.fromkeys(range(len(cls.RETURN_TYPES)), ANY)
-    return cls.resources(**inputs)
+    return cls.lazy_h3_resources(**inputs)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -44,8 +44,11 @@ class LazyH3Loader:
         return {slot: shared.catalogue.component(path, kind, dtype, shared.device()) for slot, (kind, path) in paths.items()}
 
     @classmethod
-    def resources(cls, **inputs: Any) -> Mapping[int, Identity]:
-        """Slot -> what the node's widgets load, for the analysis of the graph; nothing for files that cannot be loaded."""
+    def lazy_h3_resources(cls, **inputs: Any) -> Mapping[int, Identity]:
+        """Slot -> what the widgets load, for the analysis of the graph; nothing for files that cannot be loaded.
+
+        The name is ours alone: node classes of the host have attributes of every plainer name.
+        """
         try:
             return {slot: component.identity for slot, component in cls.components(**inputs).items()}
         except ERRORS:

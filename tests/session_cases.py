@@ -249,7 +249,7 @@ def nodes_of_ours(played: Scene) -> dict[str, type]:
     def heavy_class(output: str, **attributes: Any) -> type:
         return node_class(heavy, {"model": ("MODEL",), "value": ANY}, (output,), TAKES_TURNS=True, **attributes)
 
-    loader = {"IS_CHANGED": classmethod(fingerprint), "resources": classmethod(identities)}
+    loader = {"IS_CHANGED": classmethod(fingerprint), "lazy_h3_resources": classmethod(identities)}
     return {
         "Load": node_class(load, {"name": TEXT}, ("MODEL",), **loader),
         "LoadBoth": node_class(load, {"name": TEXT, "other": TEXT}, ("MODEL", "MODEL"), **loader),

@@ -252,7 +252,7 @@ def result_of(kept: dict) -> tuple[bytes, bytes]:
 def test_what_a_loader_will_load_is_known_before_it_runs(running):
     for loader, file in FILE_LOADERS.values():
         (handle,) = loader().load(file=file)
-        assert loader.resources(file=file) == {0: handle.component.identity}
+        assert loader.lazy_h3_resources(file=file) == {0: handle.component.identity}
     assert running.reads == []
 
 
@@ -260,7 +260,7 @@ def test_a_damaged_file_stops_its_own_node_and_not_the_analysis(tmp_path):
     models = copied_models(tmp_path / "models")
     (models / SINGLE_FILES["dit"]).write_bytes(b"version https://git-lfs")
     with stage(tmp_path / "out", models) as running:
-        assert LazyH3DiTLoader.resources(file=DIT) == {}
+        assert LazyH3DiTLoader.lazy_h3_resources(file=DIT) == {}
         result = running.run(text_to_video())
         assert (result.status, result.error.node_id) == ("error", LOADER_NODES["dit"])
         assert "Git LFS pointer" in result.error.message
