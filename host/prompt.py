@@ -70,17 +70,11 @@ class RunningPrompt:
 
     def classes(self, class_type: str) -> NodeClass | None:
         """What a node class declares about its outputs."""
-        cls = self._host.node_class(class_type)
-        return None if cls is None else _declared(cls)
+        return declared_class(self._host.node_class(class_type))
 
     def sources(self, nodes: Mapping[str, Node]) -> dict[Output, Key]:
         """Outputs of our loaders, and what they load according to their widgets."""
-        found: dict[Output, Key] = {}
-        for node, spec in nodes.items():
-            cls = self._host.node_class(spec.class_type)
-            if hasattr(cls, "lazy_h3_resources"):
-                found.update({(node, slot): key for slot, key in _loaded(cls, spec.inputs).items()})
-        return found
+        return loaded_resources(nodes, self._host)
 
     def _read(self) -> _Wiring:
         version = self.version()
@@ -176,6 +170,21 @@ class _Wanted:
 def _producers(inputs: Mapping[str, Any]) -> list[str]:
     links = map(link_of, inputs.values())
     return [link[0] for link in links if link is not None]
+
+
+def loaded_resources(nodes: Mapping[str, Node], host: Host) -> dict[Output, Key]:
+    """Outputs of our loaders, and what they load according to their widgets."""
+    found: dict[Output, Key] = {}
+    for node, spec in nodes.items():
+        cls = host.node_class(spec.class_type)
+        if hasattr(cls, "lazy_h3_resources"):
+            found.update({(node, slot): key for slot, key in _loaded(cls, spec.inputs).items()})
+    return found
+
+
+def declared_class(cls: type | None) -> NodeClass | None:
+    """What a node class declares about its outputs; None for a class that nobody knows."""
+    return None if cls is None else _declared(cls)
 
 
 def _loaded(cls: Any, inputs: Mapping[str, Any]) -> Mapping[int, Key]:

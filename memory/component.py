@@ -49,6 +49,7 @@ class Component:
         self.name = name or kind
         self.checkpoint = checkpoint
         self.device = device
+        self.compute = cast.compute
         self.reader = reader or Reader()
         self.identity = Identity(kind, checkpoint.files, (str(device), cast.key))
         with torch.device("meta"):

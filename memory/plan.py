@@ -8,7 +8,7 @@ leave beside the stage's own activations. If nothing can do that, it is a refusa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .graph import Key
@@ -95,6 +95,10 @@ class Plan:
     peak_node: str | None
     refusal: Refusal | None = None
     warnings: tuple[str, ...] = ()
+
+    def warned(self, more: Sequence[str]) -> Plan:
+        """The plan with these warnings, too."""
+        return replace(self, warnings=(*self.warnings, *dict.fromkeys(more)))
 
     def choice(self, key: Key) -> Choice | None:
         return next((choice for choice in self.choices if choice.item.key == key), None)

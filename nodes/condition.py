@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..h3.conditioning import present, text_to_video
+from ..memory.component import Component
 from ..memory.handle import Handle
 from .catalogue import tokenizer_of
+from .demand import Demand, GraphSizes
 from .load import CATEGORY
 from .runtime import runtime
 
@@ -37,13 +40,21 @@ class LazyH3EncodePrompt:
             }
         }
 
+    @classmethod
+    def demand(cls, inputs: Mapping[str, Any], sizes: GraphSizes, component: Component) -> Demand:
+        """One pass of the language model. Activations: the residual stream, and a layer's widest step."""
+        config, rows = component.module.config, sizes.tokens(inputs.get("prompt"))
+        attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+        values = rows * (4 * config.hidden_size + max(3 * config.intermediate_size, 2 * attention))
+        return Demand(frozenset({"language"}), activation_bytes=values * component.compute.itemsize)
+
     async def encode(self, text_encoder: Handle, prompt: str) -> tuple[list[Any]]:
         """[[states [1, L, width], {"minimax_token_tags": [L]}]] on the CPU."""
         shared = runtime()
         await shared.attachment.turn()
         tokenizer = tokenizer_of(text_encoder.component, shared.host.tokenizer_folders())
         request = present(text_to_video(prompt), tokenizer, text_encoder.config)
-        with text_encoder.use("language", node=shared.host.executing()) as model, torch.inference_mode():
+        with text_encoder.use("language", node=shared.host.executing(), num_passes=1) as model, torch.inference_mode():
             device = text_encoder.component.device
             report = shared.progress(text_encoder.config.num_hidden_layers)
             states = model(request.token_ids.to(device), request.position_ids.to(device), on_layer=report)

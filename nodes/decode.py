@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..h3.audio_vae import normalise_loudness
+from ..h3.config import AudioVAEConfig
 from ..h3.windows import decode_plan
+from ..memory.component import Component
 from ..memory.handle import Handle
+from .demand import Demand, GraphSizes
 from .load import CATEGORY
 from .runtime import runtime
 
@@ -44,6 +47,21 @@ class LazyH3DecodeVideo:
                 ),
             },
         }
+
+    @classmethod
+    def demand(cls, inputs: Mapping[str, Any], sizes: GraphSizes, component: Component) -> Demand:
+        """The decoder runs once a tile of each window. Activations: one such call, the canvas of a window, all frames."""
+        config, size = component.module.config, sizes.latent(inputs.get("latent"))
+        pixels = size.height * size.width * config.spatial_ratio**2
+        plan = decode_plan(size.frames, config)
+        tile = min(config.tile_size // config.spatial_ratio, size.height) * min(
+            config.tile_size // config.spatial_ratio, size.width
+        )
+        tokens = config.window_length * tile
+        call = tokens * config.decoder_width * (6 + 4 * config.decoder_ffn_mult)
+        canvas = 2 * config.window_length * config.temporal_ratio * 3 * pixels
+        frames = plan.num_frames * 3 * pixels
+        return Demand(frozenset({"decoder"}), plan.num_windows, (), 4 * (call + canvas + frames), may_stream=False)
 
     async def decode(
         self, video_vae: Handle, latent: dict[str, Any], tile_blending: str = "raw", single_frame: str = "padded"
@@ -84,6 +102,13 @@ class LazyH3DecodeAudio:
                 ),
             },
         }
+
+    @classmethod
+    def demand(cls, inputs: Mapping[str, Any], sizes: GraphSizes, component: Component) -> Demand:
+        """One pass. Activations as reserved for this decoder elsewhere (VAE spec, section 2.3)."""
+        samples = sizes.latent(inputs.get("latent")).audio * component.module.config.hop_length
+        width = component.module.config.decoder_dim / AudioVAEConfig.decoder_dim
+        return Demand(frozenset({"decoder"}), activation_bytes=round(4 * 220 * samples * width), may_stream=False)
 
     async def decode(self, audio_vae: Handle, latent: dict[str, Any], limit_loudness: bool = False) -> tuple[dict[str, Any]]:
         """{"waveform": [1, 2, samples] fp32 on the CPU, "sample_rate": Hz}."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..h3 import geometry, sampling
 from ..h3.config import FPS, STEREO, DiTConfig
+from ..memory.component import Component
 from ..memory.handle import Handle
+from .demand import Demand, GraphSizes
 from .load import CATEGORY
 from .runtime import runtime
 
@@ -16,6 +19,7 @@ CANVAS_MULTIPLE = 32
 TRAINED_SECONDS = (5.0, 15.1)
 NOISES = {"comfy": sampling.comfy_noise, "official": sampling.official_noise}
 SCHEDULES = {"official": sampling.Schedule.official, "simple": sampling.Schedule.comfy_simple}
+SCHEDULE_INPUTS = ("steps", "video_shift", "audio_shift", "schedule", "denoise")
 MAX_SEED = 0xFFFFFFFFFFFFFFFF
 
 
@@ -51,6 +55,12 @@ class LazyH3EmptyLatent:
                 "unit": (["seconds", "frames"], {"default": "seconds", "tooltip": "24 frames are one second."}),
             }
         }
+
+    @classmethod
+    def latent_size(cls, width: int, height: int, duration: float, unit: str = "seconds") -> geometry.LatentSize:
+        """What these widget values deliver."""
+        frames = geometry.frames_of_duration(duration) if unit == "seconds" else geometry.aligned_frames(round(duration))
+        return geometry.LatentSize.of_clip(frames, _snapped(height), _snapped(width))
 
     def make(self, width: int, height: int, duration: float, unit: str) -> tuple[dict[str, Any], int, str]:
         """Zeros: video [1, 24, T, H/16, W/16] and audio [1, 32, 2, T_a]."""
@@ -119,6 +129,15 @@ class LazyH3Sampler:
             },
         }
 
+    @classmethod
+    def demand(cls, inputs: Mapping[str, Any], sizes: GraphSizes, component: Component) -> Demand:
+        """As many passes as steps, at the clean-times of the schedule. Activations: rows, and a block's widest step."""
+        config, size = component.module.config, sizes.latent(inputs.get("latent"))
+        rows = sizes.tokens(inputs.get("positive")) + size.frames * size.padded.tokens_per_frame + STEREO * size.audio
+        values = rows * (4 * config.hidden_size + max(6 * config.inner_dim, 4 * config.ffn_dim))
+        plan = _schedule(**{name: inputs[name] for name in SCHEDULE_INPUTS if name in inputs})
+        return Demand(component.parts, plan.num_steps, _clean_times(plan), values * component.compute.itemsize)
+
     async def sample(
         self,
         dit: Handle,
@@ -137,10 +156,11 @@ class LazyH3Sampler:
         await shared.attachment.turn()
         states, options = _only_condition(positive, dit.config)
         start = _streams(latent, dit.config)
-        plan = SCHEDULES[schedule](max(steps, round(steps / denoise)), video_shift, audio_shift).last(steps)
+        plan = _schedule(steps, video_shift, audio_shift, schedule, denoise)
         draw = NOISES[noise](start.video.shape, start.audio.shape, torch.Generator().manual_seed(seed))
         report = shared.progress(steps)
-        with dit.use(node=shared.host.executing()) as model, torch.inference_mode():
+        hints = {"num_passes": plan.num_steps, "points": _clean_times(plan)}
+        with dit.use(node=shared.host.executing(), **hints) as model, torch.inference_mode():
             result = sampling.sample(
                 model,
                 states,
@@ -151,6 +171,21 @@ class LazyH3Sampler:
                 on_step=lambda done, total, _: report(done, total),
             )
         return ({**latent, "samples": shared.host.nested_latent(result.video, result.audio)},)
+
+
+def _schedule(
+    steps: int,
+    video_shift: float = sampling.VIDEO_SHIFT,
+    audio_shift: float = sampling.AUDIO_SHIFT,
+    schedule: str = "official",
+    denoise: float = 1.0,
+) -> sampling.Schedule:
+    return SCHEDULES[schedule](max(steps, round(steps / denoise)), video_shift, audio_shift).last(steps)
+
+
+def _clean_times(schedule: sampling.Schedule) -> tuple[float, ...]:
+    """All clean-times that the model will be asked for, both streams."""
+    return tuple(sorted({time for times in schedule.times for time in times}))
 
 
 def _snapped(side: int) -> int:

@@ -1,0 +1,68 @@
+"""What heavy nodes will ask for, from the graph alone: parts, passes, points and an estimate of their activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..h3 import geometry
+from ..h3.geometry import LatentSize
+from ..memory.graph import Node, link_of
+
+DEFAULT_SIZE = LatentSize.of_clip(124, 768, 1344)
+TOKENS_WITHOUT_PROMPT = 1024
+BYTES_PER_TOKEN = 3  # of UTF-8 text, on the low side
+CORE_EMPTY_LATENT = "EmptyMiniMaxH3LatentAV"
+LATENT_INPUTS = ("latent", "samples", "latent_image", "av_latent")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One heavy node's use of one component. ``may_stream``: whether reading blocks again for each pass can pay."""
+
+    parts: frozenset[str]
+    num_passes: int = 1
+    points: tuple[float, ...] = ()
+    activation_bytes: int = 0
+    may_stream: bool = True
+
+
+class GraphSizes:
+    """Sizes of what travels on the wires of a prompt, as far as constants tell; ``guesses`` says what they do not."""
+
+    def __init__(self, nodes: Mapping[str, Node], classes: Mapping[str, type]) -> None:
+        self._nodes = nodes
+        self._classes = classes
+        self.guesses: list[str] = []
+
+    def latent(self, value: Any) -> LatentSize:
+        """Size of the latent that an input receives."""
+        size = self._latent(value, set())
+        if size is None:
+            self.guesses.append("a latent of unknown size is taken for 1344 x 768 with 124 frames")
+        return size or DEFAULT_SIZE
+
+    def tokens(self, value: Any) -> int:
+        """Rows of the condition that an input receives, or of a prompt that is given itself."""
+        if isinstance(value, str):
+            return len(value.encode()) // BYTES_PER_TOKEN + 1
+        link = link_of(value)
+        node = self._nodes.get(link[0]) if link else None
+        prompt = node.inputs.get("prompt") if node else None
+        return self.tokens(prompt) if isinstance(prompt, str) else TOKENS_WITHOUT_PROMPT
+
+    def _latent(self, value: Any, seen: set[str]) -> LatentSize | None:
+        link = link_of(value)
+        node = self._nodes.get(link[0]) if link else None
+        if link is None or node is None or link[0] in seen:
+            return None
+        seen.add(link[0])
+        size_of = getattr(self._classes.get(node.class_type), "latent_size", None)
+        if size_of is not None and not any(link_of(v) for v in node.inputs.values()):
+            return size_of(**node.inputs)
+        if node.class_type == CORE_EMPTY_LATENT and all(isinstance(v, int) for v in node.inputs.values()):
+            frames = geometry.aligned_frames(max(5, node.inputs["length"]))
+            return LatentSize.of_clip(frames, node.inputs["height"], node.inputs["width"])
+        found = (self._latent(node.inputs[name], seen) for name in LATENT_INPUTS if name in node.inputs)
+        return next((size for size in found if size is not None), None)

@@ -1,0 +1,82 @@
+"""The plan of a prompt: who needs what when, at what cost, from its graph and the headers of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..host.interface import Host
+from ..host.prompt import declared_class, loaded_resources
+from ..memory.component import Component
+from ..memory.graph import Key, Node, trails
+from ..memory.plan import Item, Plan, Policy, Stage, Use, make_plan
+from ..memory.resource import Cost, Mode
+from ..memory.turns import grouped_order
+from .demand import Demand, GraphSizes
+
+Find = Callable[[Key], Component | None]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a plan may do. ``room``: bytes for weights and activations together; ``budget``: for weights alone."""
+
+    room: int | None = None
+    budget: int | None = None
+    policy: Policy = "auto"
+    may_stream: bool = True
+    may_fold: bool = True
+
+
+def planned(
+    nodes: Mapping[str, Node], host: Host, find: Find, options: PlanOptions, may_run: Container[str] | None = None
+) -> Plan:
+    """Plan the heavy nodes of a prompt that may run (all, without ``may_run``). ``find`` gives the component of a key."""
+    classes = {spec.class_type: host.node_class(spec.class_type) for spec in nodes.values()}
+    paths = trails(nodes, lambda name: declared_class(classes.get(name)), loaded_resources(nodes, host))
+    needs = {
+        node: frozenset(key for key, trail in paths.items() if node in trail.consumers)
+        for node, spec in nodes.items()
+        if hasattr(classes[spec.class_type], "demand") and (may_run is None or node in may_run)
+    }
+    sizes = GraphSizes(nodes, {name: cls for name, cls in classes.items() if cls is not None})
+    demands = {}
+    for node in grouped_order(nodes, needs):
+        cls: Any = classes[nodes[node].class_type]
+        components = {key: find(key) for key in needs[node]}
+        demands[node] = {k: cls.demand(nodes[node].inputs, sizes, c) for k, c in components.items() if c is not None}
+    stages = [_stage(node, asked, options) for node, asked in demands.items() if asked]
+    plan = make_plan(
+        stages, _items(demands, find, options), room=options.room, budget=options.budget, policy=options.policy,
+        streams_single_passes=options.may_stream,
+    )  # fmt: skip
+    return plan if not sizes.guesses else plan.warned(sizes.guesses)
+
+
+def _stage(node: str, asked: Mapping[Key, Demand], options: PlanOptions) -> Stage:
+    uses = tuple(Use(key, demand.num_passes, demand.may_stream and options.may_stream) for key, demand in asked.items())
+    return Stage(node, uses, max(demand.activation_bytes for demand in asked.values()))
+
+
+def _items(demands: Mapping[str, Mapping[Key, Demand]], find: Find, options: PlanOptions) -> list[Item]:
+    """All components that are asked for, with the parts and points of all who ask."""
+    by_key: dict[Key, list[Demand]] = {}
+    for asked in demands.values():
+        for key, demand in asked.items():
+            by_key.setdefault(key, []).append(demand)
+    items = []
+    for key, wanted in by_key.items():
+        component = find(key)
+        assert component is not None
+        parts = frozenset().union(*(demand.parts for demand in wanted)) & component.parts
+        points = tuple(sorted({point for demand in wanted for point in demand.points})) if options.may_fold else ()
+        items.append(Item(key, component.name, _costs(component, parts, points)))
+    return items
+
+
+def _costs(component: Component, parts: frozenset[str], points: tuple[float, ...]) -> Mapping[Mode, Cost]:
+    """What is resident already stays as it is."""
+    if parts <= component.resident_parts():
+        return {"whole": Cost(component.live_bytes())}
+    return component.costs(parts, points)
