@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_run(commands)
+    _add_plan(commands)
     _add_inspect(commands)
     _add_make_checkpoint(commands)
     _add_bench(commands)
@@ -75,13 +76,32 @@ def _add_run(commands: Any) -> None:
     _add_run_options(run, policy="auto")
 
 
-def _add_run_options(parser: argparse.ArgumentParser, policy: str) -> None:
-    parser.add_argument("--out", type=Path, default=Path("output"), metavar="DIR", help="where results and report.json go")
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="say what a workflow would hold when, from headers alone")
+    plan.set_defaults(command=_plan)
+    plan.add_argument("workflow", type=Path, help="API-format or canvas JSON")
+    plan.add_argument(
+        "--models", action="append", default=[], type=Path, metavar="DIR", help="folder with text_encoders, vae, ..."
+    )
+    plan.add_argument("--set", action="append", default=[], metavar="NODE.INPUT=VALUE", help="change a widget value")
+    plan.add_argument("--sizes", metavar="NAME", help="plan for a published model without its files, such as minimax-h3-r16")
+    _add_plan_options(plan, policy="auto")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def _add_plan_options(parser: argparse.ArgumentParser, policy: str) -> None:
     parser.add_argument("--budget", type=_size, metavar="SIZE", help="cap on weight bytes, such as 24GiB")
     parser.add_argument(
         "--policy", choices=["auto", "free", "keep"], default=policy, help="what happens to weights after their last use"
     )
     parser.add_argument("--memory", type=_size, metavar="SIZE", help="behave as on a machine with this much memory")
+    parser.add_argument("--no-stream", action="store_true", help="hold every component whole")
+    parser.add_argument("--no-fold", action="store_true", help="hold projections of timesteps rather than their values")
+
+
+def _add_run_options(parser: argparse.ArgumentParser, policy: str) -> None:
+    parser.add_argument("--out", type=Path, default=Path("output"), metavar="DIR", help="where results and report.json go")
+    _add_plan_options(parser, policy)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -116,21 +136,40 @@ def _add_bench(commands: Any) -> None:
 def _demo(options: argparse.Namespace) -> int:
     from .commands.demo import run_demo
 
-    return _reported(run_demo(_run_options(options)), options.json)
+    return _reported(run_demo(_run_options(options, out=options.out)), options.json)
 
 
 def _run(options: argparse.Namespace) -> int:
     from .commands.run import load_workflow, run_workflow
 
     settings = _settings(options.set)
-    chosen = _run_options(options, models=options.models, repeat=options.repeat, cache=options.cache, settings=settings)
+    chosen = _run_options(
+        options, out=options.out, models=options.models, repeat=options.repeat, cache=options.cache, settings=settings
+    )
     return _reported(run_workflow(load_workflow(options.workflow), chosen), options.json)
 
 
 def _run_options(options: argparse.Namespace, **more: Any) -> Any:
     from .commands.run import RunOptions
 
-    return RunOptions(out=options.out, budget=options.budget, policy=options.policy, memory=options.memory, **more)
+    return RunOptions(
+        budget=options.budget,
+        policy=options.policy,
+        memory=options.memory,
+        may_stream=not options.no_stream,
+        may_fold=not options.no_fold,
+        **more,
+    )
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from .commands.plan import PlanRequest, document, plan_workflow, shown
+    from .commands.run import load_workflow
+
+    run = _run_options(options, models=options.models, settings=_settings(options.set))
+    plan = plan_workflow(load_workflow(options.workflow), PlanRequest(run, options.sizes))
+    _print(document(plan), shown(plan), options.json)
+    return OK if plan.refusal is None else BAD_INPUT
 
 
 def _inspect(options: argparse.Namespace) -> int:

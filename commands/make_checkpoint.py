@@ -17,7 +17,7 @@ from ..h3.config import AudioVAEConfig, TextEncoderConfig, VideoVAEConfig
 from ..h3.formats.header import source_shapes
 from ..h3.formats.recipe import Recipe
 from ..h3.formats.writing import stored_tensors
-from .presets import BUILDERS, FILE_DTYPES, ModelPreset
+from .presets import BUILDERS, ModelPreset, build
 from .tiny_tokenizer import SPECIAL_TOKENS, tokenizer_json
 
 LayoutName = Literal["single-file", "folder"]
@@ -37,31 +37,42 @@ FOLDER_FILES = {
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-def make_checkpoint(folder: Path, preset: ModelPreset, layout: LayoutName = "single-file", seed: int = 0) -> list[Path]:
-    """Write all four components and the tokenizer; returns the files. Existing files are replaced."""
+def make_checkpoint(
+    folder: Path, preset: ModelPreset, layout: LayoutName = "single-file", seed: int = 0, *, hollow: bool = False
+) -> list[Path]:
+    """Write all four components and the tokenizer; returns the files. Existing files are replaced.
+
+    ``hollow``: headers alone, with holes where the weights would be.
+    """
     files = SINGLE_FILES if layout == "single-file" else {k: f"{FOLDER}/{name}" for k, name in FOLDER_FILES.items()}
     written = []
     for number, (kind, config) in enumerate(preset.components().items()):
         path = folder / files[kind]
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_component(path, kind, config, layout, torch.Generator().manual_seed(seed * len(BUILDERS) + number))
+        generator = torch.Generator().manual_seed(seed * len(BUILDERS) + number)
+        _write_component(path, kind, config, layout, generator, preset.dtype_of(kind), hollow)
         written.append(path)
     return [*written, *_write_tokenizer(folder, layout)]
 
 
-def _write_component(path: Path, kind: str, config: Any, layout: LayoutName, generator: torch.Generator) -> None:
+def _write_component(
+    path: Path, kind: str, config: Any, layout: LayoutName, generator: torch.Generator, dtype: torch.dtype, hollow: bool
+) -> None:
     is_folder = layout == "folder"
     statistics = _statistics(kind, config, generator) if is_folder else {}
     with torch.device("meta"):
-        module = BUILDERS[kind](config)
+        module = build(kind, config)
     recipes = _recipes(kind, config, is_folder, statistics)
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    dtypes = {name: module.storage_dtype(name, FILE_DTYPES[kind]) for name in shapes}
+    dtypes = {name: module.storage_dtype(name, dtype) for name in shapes}
     tensors = {s: (dtypes[n], shape) for n in shapes for s, shape in source_shapes(recipes[n], shapes[n]).items()}
     numbers = stated_config(kind, config, statistics)
     metadata = {} if is_folder else {"config": json.dumps(numbers)}
     if is_folder:
         (path.parent / "config.json").write_text(json.dumps(_folder_config(numbers), indent=2), "utf-8")
+    if hollow:
+        write_hollow(path, tensors, metadata)
+        return
     write_safetensors(path, tensors, metadata, _random_tensors(shapes, dtypes, recipes, generator))
 
 
@@ -105,6 +116,22 @@ def write_safetensors(
     values: Iterable[tuple[str, Tensor]],
 ) -> None:
     """One file, a tensor at a time: a replica never stands in memory whole. ``values`` come in the order of ``tensors``."""
+    with path.open("wb") as file:
+        file.write(_header(tensors, metadata))
+        for expected, (name, tensor) in zip(tensors, values, strict=True):
+            assert name == expected
+            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def write_hollow(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> None:
+    """A file with the header of a real one and a hole for its data: takes no room on disk."""
+    header = _header(tensors, metadata)
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(math.prod(shape) * dtype.itemsize for dtype, shape in tensors.values()))
+
+
+def _header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
     position = 0
     for name, (dtype, shape) in tensors.items():
@@ -113,11 +140,7 @@ def write_safetensors(
         position = end
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
-    with path.open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        for expected, (name, tensor) in zip(tensors, values, strict=True):
-            assert name == expected
-            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return len(raw).to_bytes(8, "little") + raw
 
 
 def _statistics(kind: str, config: Any, generator: torch.Generator) -> dict[str, list[float]]:

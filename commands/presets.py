@@ -12,7 +12,7 @@ import torch
 
 from ..h3.audio_vae import AudioVAE
 from ..h3.config import AudioVAEConfig, DiTConfig, TextEncoderConfig, VideoVAEConfig, VisionConfig
-from ..h3.dit import DiT
+from ..h3.dit import DiT, dit_class
 from ..h3.text_encoder import TextEncoder
 from ..h3.video_vae import VideoVAE
 
@@ -37,8 +37,32 @@ class ModelPreset:
     video_vae: VideoVAEConfig
     audio_vae: AudioVAEConfig
 
+    video_vae_dtype: torch.dtype = torch.float32
+
     def components(self) -> dict[str, Any]:
         return {kind: getattr(self, kind) for kind in BUILDERS}
+
+    def dtype_of(self, kind: str) -> torch.dtype:
+        """What the file of a component stores, but for what stays fp32 in any case."""
+        return self.video_vae_dtype if kind == "video_vae" else FILE_DTYPES[kind]
+
+
+def _published(**dit: Any) -> ModelPreset:
+    return ModelPreset(TextEncoderConfig(), DiTConfig(**dit), VideoVAEConfig(), AudioVAEConfig())
+
+
+PUBLISHED: dict[str, ModelPreset] = {
+    "minimax-h3": _published(),
+    "minimax-h3-r16": _published(adaln_rank=16),
+    "fasth3": _published(has_gate=True),
+    "fasth3-r16": _published(has_gate=True, adaln_rank=16),
+}
+PUBLISHED |= {f"{name}-fp16-vae": replace(preset, video_vae_dtype=torch.float16) for name, preset in PUBLISHED.items()}
+
+
+def build(kind: str, config: Any) -> torch.nn.Module:
+    """The module of a component, on the present device."""
+    return dit_class(config)(config) if kind == "dit" else BUILDERS[kind](config)
 
 
 def tiny() -> ModelPreset:
@@ -112,7 +136,7 @@ def replica(scale: float) -> ModelPreset:
 def num_bytes(kind: str, config: Any) -> int:
     """Bytes of a component as its file stores it."""
     with torch.device("meta"):
-        module = BUILDERS[kind](config)
+        module = build(kind, config)
     stored = FILE_DTYPES[kind]
     return sum(t.numel() * module.storage_dtype(name, stored).itemsize for name, t in module.state_dict().items())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,14 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..host.embedded.declarations import Declarations, InputDeclaration
-from ..host.embedded.host import EmbeddedHost
+from ..host.embedded.host import EmbeddedHost, RunResult
 from ..host.embedded.port import EmbeddedPort
 from ..memory.store import Store
 from ..nodes import NODE_CLASS_MAPPINGS
 from ..nodes.runtime import Policy, Runtime, installed
 from .canvas import api_prompt
 from .report import Report, RunRecord, sampled_memory
+
+log = logging.getLogger("lazy_h3")
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class RunOptions:
     cache: str = "ram"
     settings: Mapping[str, str] = field(default_factory=dict)  # "NODE.INPUT" -> value
     memory: int | None = None  # pretended size of the pool
+    may_stream: bool = True
+    may_fold: bool = True
 
 
 def load_workflow(path: Path) -> dict[str, Any]:
@@ -67,6 +74,12 @@ def changed(prompt: Mapping[str, Any], settings: Mapping[str, str], declarations
     return prompt
 
 
+def as_prompt(workflow: Mapping[str, Any], host: EmbeddedHost, settings: Mapping[str, str]) -> dict[str, Any]:
+    """The workflow in API format, with settings applied. Raises ValueError where either cannot be."""
+    prompt = api_prompt(workflow, host.node_classes) if _is_canvas(workflow) else workflow
+    return changed(prompt, settings, Declarations(host.node_classes))
+
+
 def run_workflow(workflow: Mapping[str, Any], options: RunOptions) -> Report:
     """Run a workflow ``repeat`` times in a host of its own; writes outputs and ``report.json`` into ``options.out``.
 
@@ -74,8 +87,7 @@ def run_workflow(workflow: Mapping[str, Any], options: RunOptions) -> Report:
     """
     started = time.monotonic()
     with hosted(options) as (host, shared), sampled_memory() as memory:
-        prompt = api_prompt(workflow, host.node_classes) if _is_canvas(workflow) else workflow
-        prompt = changed(prompt, options.settings, Declarations(host.node_classes))
+        prompt = as_prompt(workflow, host, options.settings)
         options.out.mkdir(parents=True, exist_ok=True)
         report = Report(shared.store.ledger, shared.catalogue.kinds, budget=options.budget, memory=memory)
         for number in range(options.repeat):
@@ -89,12 +101,12 @@ def run_workflow(workflow: Mapping[str, Any], options: RunOptions) -> Report:
 
 
 @contextmanager
-def hosted(options: RunOptions) -> Iterator[tuple[EmbeddedHost, Runtime]]:
-    """An embedded host with our nodes installed in it."""
+def hosted(options: RunOptions, device: torch.device | None = None) -> Iterator[tuple[EmbeddedHost, Runtime]]:
+    """An embedded host with our nodes installed in it. ``device``: where models compute, None for the best there is."""
     folders = {"output_directory": options.out, "input_directory": options.out / "input", "models": list(options.models)}
     with EmbeddedHost(NODE_CLASS_MAPPINGS, cache=options.cache, **folders) as host:
         store = Store(budget=options.budget, pretended_total=options.memory)
-        shared = Runtime(EmbeddedPort(host), store, policy=options.policy)
+        shared = Runtime(EmbeddedPort(host, device), store, None, options.policy, True, options.may_stream, options.may_fold)
         with installed(shared):
             yield host, shared
 
@@ -104,7 +116,16 @@ def _run_once(host: EmbeddedHost, shared: Runtime, prompt: Mapping[str, Any], nu
     ledger.begin_run(number)
     started = ledger.now()
     result = host.run(prompt)
+    if result.error is None:
+        _warn_of_invalid_nodes(result)
     return RunRecord(result, ledger.now() - started, ledger.peak_bytes)
+
+
+def _warn_of_invalid_nodes(result: RunResult) -> None:
+    """As in ComfyUI, outputs whose inputs are invalid are left out while the others run."""
+    for node, found in result.node_errors.items():
+        problems = "; ".join(f"{problem['message']}: {problem['details']}" for problem in found["errors"])
+        log.warning("Node %s (%s) was left out: %s", node, found["class_type"], problems)
 
 
 def _is_canvas(workflow: Mapping[str, Any]) -> bool:

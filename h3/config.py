@@ -59,6 +59,7 @@ class DiTConfig:
     final_norm_eps: float = 1e-5
     adaln_rank: int | None = None
     adaln_curve: tuple[int, int] | None = None  # (grid points, basis size) of the curve-table variant
+    has_gate: bool = False  # attn.to_gate_compress present: trained for sparse attention
 
     @property
     def inner_dim(self) -> int:

@@ -167,6 +167,14 @@ class Attention(nn.Module):
         return self.out_proj(mixed.transpose(0, 1).flatten(1))
 
 
+class GatedAttention(Attention):
+    """As sparse students store it: with the gate of the branch that dense attention lacks (spec, section 7)."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__(config)
+        self.to_gate_compress = nn.Linear(config.hidden_size, config.inner_dim, bias=False)
+
+
 class MLP(nn.Module):
     """SwiGLU; the rows of fc1 are [gate; value] (spec, section 4.4)."""
 
@@ -213,7 +221,7 @@ class Block(nn.Module):
     def __init__(self, config: DiTConfig, adaln_width: int) -> None:
         super().__init__()
         self.norm1 = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attn = Attention(config)
+        self.attn = GatedAttention(config) if config.has_gate else Attention(config)
         self.norm2 = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = MLP(config)
         self.adaln_proj = AdaLNProjection(adaln_width, NUM_TAGS * 6, config.hidden_size)
@@ -292,8 +300,14 @@ class DiT(nn.Module):
     def prepare(self, states: Tensor, layout: PackedLayout) -> Request:
         """Everything that no step changes, from text states [1, L, text_dim] of any float dtype.
 
-        Raises ValueError if the states are those of another text encoder, or not as many as the layout has text rows.
+        Raises ValueError if the states are those of another text encoder, or not as many as the layout has text rows, and for a
+        student of sparse attention: run dense, it makes noise.
         """
+        if self.config.has_gate:
+            raise ValueError(
+                "This diffusion model is a student of sparse attention (FastH3), which is not supported yet and without which "
+                "its results are noise; use a dense student or the base model."
+            )
         expected = (1, layout.text.num_rows, self.config.text_dim)
         if states.shape != expected:
             raise ValueError(

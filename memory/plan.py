@@ -38,11 +38,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Item:
-    """A resource as a plan sees it."""
+    """A resource as a plan sees it. ``total_bytes``: all of its parts, whole."""
 
     key: Key
     name: str
     costs: Mapping[Mode, Cost]
+    total_bytes: int = 0
 
     @property
     def whole(self) -> Cost:
@@ -95,6 +96,7 @@ class Plan:
     peak_node: str | None
     refusal: Refusal | None = None
     warnings: tuple[str, ...] = ()
+    items: tuple[Item, ...] = ()
 
     def warned(self, more: Sequence[str]) -> Plan:
         """The plan with these warnings, too."""
@@ -121,11 +123,11 @@ def make_plan(
     draft = _Draft(stages, items, _limits(stages, room, budget), streams_single_passes)
     refusal = draft.refusal()
     if refusal is not None:
-        return Plan(tuple(stages), (), 0, None, refusal)
+        return Plan(tuple(stages), (), 0, None, refusal, items=tuple(items))
     choices = draft.kept(policy)
     peak, node = draft.peak(choices)
     warnings = () if policy != "keep" or all(c.is_kept for c in choices) else ("Not everything that should be kept fits.",)
-    return Plan(tuple(stages), tuple(choices), peak, node, warnings=warnings)
+    return Plan(tuple(stages), tuple(choices), peak, node, warnings=warnings, items=tuple(items))
 
 
 def _limits(stages: Sequence[Stage], room: int | None, budget: int | None) -> list[int | None]:

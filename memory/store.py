@@ -35,11 +35,11 @@ WAIT_SECONDS = 0.1
 
 
 class MemoryRefused(RuntimeError):
-    """A resource does not fit. Raised before a byte of it is read."""
+    """A resource does not fit. Raised before a byte of it is read. ``message`` takes the place of the sentence made here."""
 
-    def __init__(self, component: str, need_bytes: int, have_bytes: int, remedy: str) -> None:
+    def __init__(self, component: str, need_bytes: int, have_bytes: int, remedy: str, message: str | None = None) -> None:
         need, have = shown_bytes(need_bytes), shown_bytes(have_bytes)
-        super().__init__(f"{component} needs {need} of memory and {have} are available; {remedy}")
+        super().__init__(message or f"{component} needs {need} of memory and {have} are available; {remedy}")
         self.component = component
         self.need_bytes = need_bytes
         self.have_bytes = have_bytes
@@ -263,7 +263,12 @@ class Store:
 
     def _decided(self, resource: Resource, parts: Parts, hints: Hints) -> Decision:
         """As the plan says; without one whole if that fits, else streamed in the room there is."""
-        planned = self.decide(resource, parts, hints)
+        try:
+            planned = self.decide(resource, parts, hints)
+        except MemoryRefused as refused:
+            self.ledger.record("refuse", refused.component, refused.need_bytes, f"{refused.have_bytes} bytes available")
+            self.last_refusal = MemoryRefused(refused.component, refused.need_bytes, refused.have_bytes, "", str(refused))
+            raise
         costs = resource.costs(parts, hints.points)
         if planned is not None and planned[0] in costs:
             return planned

@@ -52,6 +52,10 @@ class Catalogue:
             self._components.popitem(last=False)
         return self._components[key]
 
+    def find(self, identity: Any) -> Component | None:
+        """The component of this identity, if it was asked for before."""
+        return next((component for component in self._components.values() if component.identity == identity), None)
+
     def _built(self, path: Path, kind: str, dtype: str, device: torch.device) -> Component:
         checkpoint = open_checkpoint(path)
         layout = identified(path, checkpoint)

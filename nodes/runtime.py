@@ -15,12 +15,15 @@ from ..host.events import EventFeed
 from ..host.interface import Host, Progress
 from ..host.residency import Residency
 from ..memory.component import Component
+from ..memory.device import pool_status
 from ..memory.handle import Handle
+from ..memory.plan import Plan
 from ..memory.resource import Resource
 from ..memory.store import Store
 from ..memory.units import shown_bytes
 from .catalogue import Catalogue
 from .policy import Policy, PromptPolicy
+from .session_plan import SessionPlanner
 
 log = logging.getLogger("lazy_h3")
 
@@ -31,7 +34,8 @@ class Runtime:
     """One host's components. ``policy``: what happens to a component after its last user (design: budget and policies).
 
     A policy node in the running prompt takes its place. ``take_turns``: whether heavy nodes of one prompt wait for each other, so
-    that branches share one load of each model. ``feed`` tells the front end what the ledger records.
+    that branches share one load of each model. ``may_stream`` and ``may_fold``: what plans may choose. ``feed`` tells the front
+    end what the ledger records.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class Runtime:
         catalogue: Catalogue | None = None,
         policy: Policy = "auto",
         take_turns: bool = True,
+        may_stream: bool = True,
+        may_fold: bool = True,
     ) -> None:
         self.host = host
         self.store = store or Store()
@@ -52,6 +58,8 @@ class Runtime:
         self.store.on_fill.append(_FillProgress(host))
         self.store.ledger.observers.append(self.feed)
         self._prompt_policy = PromptPolicy()
+        self._planner = SessionPlanner(self, may_stream, may_fold)
+        self.store.decide = self._planner.decide
 
     def handle(self, component: Component) -> Handle:
         """The handle that goes on a wire."""
@@ -64,10 +72,26 @@ class Runtime:
         """Progress of the executing node; raises the host's interrupt."""
         return self.host.progress(total)
 
-    def _keeps(self, resource: Resource) -> str | None:
+    def plan(self) -> Plan | None:
+        """The plan of the running prompt, else of the last one."""
+        return self._planner.plan()
+
+    def prompt_policy(self) -> Policy:
+        """The policy that holds for the running prompt."""
         session = self.attachment.session
         asked = None if session is None else self._prompt_policy.of(session.prompt)
-        return "policy keep" if (asked or self.policy) == "keep" else None
+        return asked or self.policy
+
+    def room(self) -> int:
+        """Bytes for weights and activations together: what is free above the floor, and what our weights hold already."""
+        available = pool_status(self.device(), self.store.pretended_total).available
+        return available + self.store.live_bytes()
+
+    def _keeps(self, resource: Resource) -> str | None:
+        policy = self.prompt_policy()
+        if policy == "auto":
+            return self._planner.why_kept(resource)
+        return "policy keep" if policy == "keep" else None
 
 
 class _FillProgress:

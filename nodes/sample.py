@@ -65,8 +65,8 @@ class LazyH3EmptyLatent:
     def make(self, width: int, height: int, duration: float, unit: str) -> tuple[dict[str, Any], int, str]:
         """Zeros: video [1, 24, T, H/16, W/16] and audio [1, 32, 2, T_a]."""
         runtime().attachment.touch()
-        frames = geometry.frames_of_duration(duration) if unit == "seconds" else geometry.aligned_frames(round(duration))
-        size = geometry.LatentSize.of_clip(frames, _snapped(height), _snapped(width))
+        size = self.latent_size(width, height, duration, unit)
+        frames = geometry.pixel_frames(size.frames)
         model = DiTConfig()
         video = torch.zeros(1, model.in_channels, size.frames, size.height, size.width)
         audio = torch.zeros(1, model.audio_in_channels, STEREO, size.audio)

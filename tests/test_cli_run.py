@@ -37,7 +37,7 @@ def loaded(report: dict, run: int) -> set[str]:
 
 
 def test_repetitions_of_a_cached_prompt_load_nothing_after_the_first(run):
-    report = run("--repeat", 3)
+    report = run("--repeat", 3, "--policy", "free")
     assert [loaded(report, number) for number in range(3)] == [KINDS, set(), set()]
     assert [entry["peak_resident_bytes"] for entry in report["runs"]] == [report["largest_bytes"], 0, 0]
     assert [component["loads"] for component in report["components"]] == [1] * len(KINDS)
@@ -89,8 +89,19 @@ def test_a_model_folder_is_named_in_the_report(run, tmp_path):
     assert (tiny_folder_models() / FOLDER).is_dir()
 
 
+def test_an_output_that_is_invalid_is_left_out_with_a_warning(run, tmp_path, caplog):
+    prompt = json.loads(WORKFLOW.read_text())
+    prompt["spare"] = {"class_type": "SaveVideo", "inputs": {"video": ["10", 0], "filename_prefix": "spare", "format": "magic"}}
+    workflow = tmp_path / "two.json"
+    workflow.write_text(json.dumps(prompt))
+    report = run(workflow=workflow)
+    assert [output["node"] for output in report["outputs"]] == ["11"]
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert warning.startswith("Node spare (SaveVideo) was left out: Value not in list")
+
+
 def test_people_get_a_table_with_the_peak_beside_the_sum(capsys, tmp_path):
-    code = cli.main(["run", str(WORKFLOW), "--models", str(tiny_models()), "--out", str(tmp_path), *SMALL])
+    code = cli.main(["run", str(WORKFLOW), "--models", str(tiny_models()), "--out", str(tmp_path), "--policy", "free", *SMALL])
     lines = capsys.readouterr().out.splitlines()
     assert code == 0
     assert sum("loaded 1x in" in line and "released after node" in line for line in lines) == len(KINDS)

@@ -153,12 +153,10 @@ def test_an_unknown_tensor_is_named(layout: str) -> None:
 def refusals() -> dict[str, tuple[Stored, dict, str]]:
     """Case: tensors, keyword arguments of ``seen``, words of the refusal."""
     comfy = stored(SMALL, "comfy")
-    gate = {"blocks.0.attn.to_gate_compress.weight": Info((48, 24), "BF16")}
     fp8 = {"blocks.0.mlp.fc1.weight": Info((80, 24), "F8_E4M3")}
     heads = {"final_layer.video_out.weight": Info((32 * 24, 24), "F32"), "final_layer.video_out.bias": Info((32 * 24,), "F32")}
     return {
         "original folder": (comfy, {"config": {}}, "interleaved by head"),
-        "sparse attention": (comfy | gate, {}, "sparse attention"),
         "fp8 weights": (comfy | fp8, {}, "quantised"),
         "comfy quant": (comfy | {"blocks.0.mlp.fc1.comfy_quant": Info((30,), "U8")}, {}, "quantised"),
         "head bank": (comfy | heads, {}, "bank of output heads"),

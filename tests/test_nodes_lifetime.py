@@ -32,9 +32,8 @@ def test_policies_free_and_keep_give_the_same_bits(tmp_path):
     assert not torch.equal(free[0][0], free[1][0])
 
 
-@pytest.mark.parametrize("policy", ["free", "auto"])
-def test_each_component_is_gone_after_its_last_user(tmp_path, policy):
-    with stage(tmp_path, policy=policy) as running:
+def test_each_component_is_gone_after_its_last_user(tmp_path):
+    with stage(tmp_path, policy="free") as running:
         running.succeed(text_to_video())
         assert dict(running.happened("load_end")) == dict(running.happened("release")) == USERS
         assert len(running.loaded()) == len(USERS)

@@ -44,6 +44,7 @@ HUGGINGFACE_MEMBERS = (
     (".attn.out_proj.", ".attn.to_out.0."),
     (".mlp.fc2.", ".ff.net.2."),
 )
+GATE = "blocks.0.attn.to_gate_compress.weight"
 QKV, FC1, ROPE = ".attn.qkv_proj.weight", ".mlp.fc1.weight", "rope.inv_freq"
 
 
@@ -89,7 +90,7 @@ def recognise(tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str
     return Layout(
         kind="dit",
         layout=layout,
-        variant="curve" if sizes.adaln_curve else "rank" if sizes.adaln_rank else "base",
+        variant=("curve" if sizes.adaln_curve else "rank" if sizes.adaln_rank else "base") + " gated" * sizes.has_gate,
         config=sizes,
         build=partial(dit_class(sizes), sizes),
         recipes={name: _prefixed(recipe, prefix) for name, recipe in needed.items()},
@@ -109,12 +110,6 @@ def _located(tensors: Tensors) -> tuple[str, str] | None:
 def _refuse_unsupported(header: Header, stated: Mapping[str, Any]) -> None:
     """One sentence for each kind of file that looks like ours and would come out wrong."""
     header.refuse_quantised(BF16_FILE)
-    gate = next((name for name in header.tensors if name.endswith(".to_gate_compress.weight")), None)
-    if gate is not None:
-        raise FormatError(
-            f"The {COMPONENT} is a student of sparse attention (tensor {gate}), which is not supported yet and without which its "
-            "results are noise: use a dense student or the base model."
-        )
     num_outputs, _ = header.shape("final_layer.video_out.weight", 2)
     _, num_features = header.shape("video_patch_proj.weight", 2)
     if stated.get("pdd_steps") or num_outputs > num_features:
@@ -144,6 +139,7 @@ def _measured(header: Header) -> DiTConfig:
     hidden_size, num_features = header.shape("video_patch_proj.weight", 2)
     (head_dim,) = header.shape("blocks.0.attn.q_norm.weight", 1)
     config = DiTConfig(
+        has_gate=header.spelled(GATE) in header.tensors,
         hidden_size=hidden_size,
         num_layers=header.count("blocks."),
         num_refiner_layers=header.count("token_refiner.blocks."),

@@ -1,0 +1,76 @@
+"""The plan of the running prompt, made when its first weights are asked for, and what it decides about each of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ..memory.component import Component
+from ..memory.graph import Key
+from ..memory.plan import Plan
+from ..memory.resource import Hints, Parts, Resource
+from ..memory.store import Decision, MemoryRefused
+from .planning import PlanOptions, planned
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+log = logging.getLogger("lazy_h3")
+
+
+class SessionPlanner:
+    """Plans each session once, and again when an expansion adds to its graph. A plan that fails decides nothing."""
+
+    def __init__(self, shared: Runtime, may_stream: bool, may_fold: bool) -> None:
+        self._shared = shared
+        self._may_stream = may_stream
+        self._may_fold = may_fold
+        self._of: tuple[Any, Any] | None = None
+        self._plan: Plan | None = None
+
+    def plan(self) -> Plan | None:
+        """The plan of the running prompt; None where no prompt runs or it cannot be planned."""
+        session = self._shared.attachment.session
+        if session is None:
+            return self._plan
+        known = session.prompt_id, session.prompt.version()
+        if self._of != known:
+            self._of = known
+            self._plan = self._made(session)
+        return self._plan
+
+    def decide(self, resource: Resource, parts: Parts, hints: Hints) -> Decision | None:
+        """Mode and grant of a fill. Raises MemoryRefused, before anything is read, if the prompt as a whole cannot fit."""
+        plan = self.plan() if self._shared.attachment.session is not None else None
+        if plan is None:
+            return None
+        if plan.refusal is not None:
+            refusal = plan.refusal
+            raise MemoryRefused(refusal.name, refusal.need_bytes, refusal.have_bytes, "", message=refusal.message)
+        choice = plan.choice(resource.identity)
+        return None if choice is None else (choice.mode, choice.grant)
+
+    def why_kept(self, resource: Resource) -> str | None:
+        """Why the plan keeps a resource for the next prompt; None where it goes."""
+        plan = self.plan()
+        if plan is None:
+            return None
+        choice = plan.choice(resource.identity)
+        if choice is None:
+            return "this prompt has room beside it"
+        return "it fits beside everything that must overlap" if choice.is_kept else None
+
+    def _made(self, session: Any) -> Plan | None:
+        shared = self._shared
+        options = PlanOptions(shared.room(), shared.store.budget, shared.prompt_policy(), self._may_stream, self._may_fold)
+        try:
+            plan = planned(session.prompt.view().nodes, shared.host, self._find, options, session.prompt.may_run())
+        except Exception:
+            log.exception("Lazy H3: prompt %s could not be planned; each component is held as it fits.", session.prompt_id)
+            return None
+        for warning in plan.warnings:
+            log.warning("Lazy H3: %s", warning)
+        return plan
+
+    def _find(self, key: Key) -> Component | None:
+        return self._shared.catalogue.find(key)
