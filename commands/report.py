@@ -69,6 +69,7 @@ class Report:
     seconds: float = 0.0
     budget: int | None = None
     refusal: MemoryRefused | None = None
+    predicted_peak: int | None = None  # of the last run
 
     @property
     def status(self) -> str:
@@ -107,7 +108,7 @@ class Report:
             "sum_bytes": sum(sizes),
             "largest_bytes": max(sizes, default=0),
             "peak_resident_bytes": max((record.peak_bytes for record in self.runs), default=0),
-            "predicted_peak_bytes": None,
+            "predicted_peak_bytes": self.predicted_peak,
             "budget_bytes": self.budget,
             "rss_before_bytes": self.memory.before,
             "rss_peak_bytes": self.memory.peak,
@@ -156,8 +157,11 @@ def _components(events: list[Event], kinds: dict[str, str]) -> list[dict[str, An
     sizes: Counter[str] = Counter()
     resident: Counter[str] = Counter()
     released: dict[str, list[str]] = defaultdict(list)
+    modes: dict[str, str] = {}
     for event in events:
-        if event.event == "load_end":
+        if event.event == "load_begin":
+            modes[event.component] = "streamed" if event.reason.endswith("streamed") else "whole"
+        elif event.event == "load_end":
             resident[event.component] += event.bytes
             sizes[event.component] = max(sizes[event.component], resident[event.component])
         elif event.event == "release":
@@ -170,7 +174,7 @@ def _components(events: list[Event], kinds: dict[str, str]) -> list[dict[str, An
             "name": name,
             "kind": kinds.get(name, name),
             "bytes": size,
-            "mode": "whole",
+            "mode": modes[name],
             "loads": len(loads[name]),
             "load_seconds": sum(loads[name]),
             "released_after": released[name],

@@ -95,6 +95,8 @@ def run_workflow(workflow: Mapping[str, Any], options: RunOptions) -> Report:
             if report.runs[-1].result.status != "success":
                 break
         report.refusal = shared.store.last_refusal
+        plan = shared.plan()
+        report.predicted_peak = plan.peak_bytes if plan is not None and plan.refusal is None else None
     report.seconds = time.monotonic() - started
     (options.out / "report.json").write_text(json.dumps(report.as_dict(), indent=2), "utf-8")
     return report

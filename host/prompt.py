@@ -60,7 +60,7 @@ class RunningPrompt:
         wiring = self._read()
         self._executor = self._executor or find_executor()
         if self._executor is not None:
-            self._listed = self._listed or _Listed(self._executor, wiring)
+            self._listed = self._listed or _Listed(self._executor, wiring, self._finished)
             return self._listed
         if self._wanted is None:
             self._wanted = _Wanted(self._output_nodes(wiring.nodes), wiring)
@@ -126,30 +126,30 @@ class _Wiring:
 class _Listed:
     """By the executor's list: pending nodes, and what a pending node may still ask for behind its lazy links."""
 
-    def __init__(self, executor: Executor, wiring: _Wiring) -> None:
+    def __init__(self, executor: Executor, wiring: _Wiring, finished: Set[str]) -> None:
         self._executor = executor
+        self._finished = finished  # a node that has just finished is pending for another moment
         self._expanded = wiring.expanded
         self._lazily = wiring.lazily
-        self._undecided: set[str] = set()  # pending nodes with lazy links
-        self._behind = Needed({node: needs for node, needs in wiring.needs.items() if node not in executor.cached})
+        self._undecided: set[str] = set()  # nodes that may ask
+        self._behind = Needed(wiring.needs)
 
     def __contains__(self, node: object) -> bool:
         if node in self._executor.pending:
             return node not in self._expanded
-        return node not in self._executor.cached and self._is_behind_lazy_links(node)
+        self._follow_decisions()
+        return node in self._behind and node not in self._executor.cached
 
-    def _is_behind_lazy_links(self, node: object) -> bool:
+    def _follow_decisions(self) -> None:
         pending = self._executor.pending
-        for undecided, producers in self._lazily.items():
-            if (undecided in pending) == (undecided in self._undecided):
-                continue
-            if undecided in pending:
-                self._undecided.add(undecided)
+        for node, producers in self._lazily.items():
+            is_undecided = node in pending and node not in self._finished
+            if is_undecided and node not in self._undecided:
+                self._undecided.add(node)
                 self._behind.enter(producers)
-            else:
-                self._undecided.discard(undecided)
+            elif not is_undecided and node in self._undecided:
+                self._undecided.discard(node)
                 self._behind.leave(producers)
-        return node in self._behind
 
 
 class _Wanted:

@@ -34,7 +34,8 @@ class GatheredEmbedding:
 
     def _rows(self, ids: list[int]) -> Tensor:
         entry, slot = self._entry, self._slot
-        rows = torch.empty(len(ids), *slot.shape[1:], dtype=slot.dtype, device=self._source.device)
+        with torch.inference_mode(False):  # reader threads may not write to inference tensors
+            rows = torch.empty(len(ids), *slot.shape[1:], dtype=slot.dtype, device=self._source.device)
         item = STORED_DTYPES[entry.dtype].itemsize
         width = entry.row_bytes // item
         flat = rows.view(-1)

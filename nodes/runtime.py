@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +21,9 @@ from ..memory.handle import Handle
 from ..memory.plan import Plan
 from ..memory.resource import Resource
 from ..memory.store import Store
-from ..memory.units import shown_bytes
+from ..memory.units import parsed_bytes, shown_bytes
 from .catalogue import Catalogue
-from .policy import Policy, PromptPolicy
+from .policy import POLICIES, Policy, PromptPolicy
 from .session_plan import SessionPlanner
 
 log = logging.getLogger("lazy_h3")
@@ -119,8 +120,22 @@ def runtime() -> Runtime:
     if not _installed:
         if not is_comfy_running():
             raise RuntimeError("Lazy H3 nodes run inside ComfyUI or through the lazy-h3 command; no host is installed here.")
-        _installed.append(Runtime(ComfyHost()))
+        _installed.append(_configured(ComfyHost()))
     return _installed[-1]
+
+
+def _configured(host: Host) -> Runtime:
+    """A runtime with what the environment says; a value that makes no sense is named and left out."""
+    policy, budget = os.environ.get("LAZY_H3_POLICY", "auto"), os.environ.get("LAZY_H3_BUDGET")
+    if policy not in POLICIES:
+        log.warning("LAZY_H3_POLICY is %r, which is none of %s; auto holds.", policy, ", ".join(POLICIES))
+        policy = "auto"
+    try:
+        limit = None if budget is None else parsed_bytes(budget)
+    except ValueError as error:
+        log.warning("LAZY_H3_BUDGET: %s", error)
+        limit = None
+    return Runtime(host, Store(budget=limit), policy=policy, take_turns=os.environ.get("LAZY_H3_TURNS", "on") != "off")
 
 
 @contextmanager

@@ -129,7 +129,9 @@ class Server:
 
 
 @contextmanager
-def started(base: Path, models: Path, cache: str = "ram", options: tuple[str, ...] = ()) -> Iterator[Server]:
+def started(
+    base: Path, models: Path, cache: str = "ram", options: tuple[str, ...] = (), policy: str = "free"
+) -> Iterator[Server]:
     """A server with the pack in ``custom_nodes`` and the models of ``models``; ended by its process id."""
     for name in ("custom_nodes", "output", "input", "temp", "user"):
         (base / name).mkdir(parents=True, exist_ok=True)
@@ -138,7 +140,9 @@ def started(base: Path, models: Path, cache: str = "ram", options: tuple[str, ..
     port = _free_port()
     command = [PYTHON, "main.py", "--cpu", "--port", str(port), "--disable-auto-launch", "--base-directory", str(base)]
     with (base / "server.log").open("w") as log:
-        process = subprocess.Popen([*command, *CACHE_OPTIONS[cache], *options], cwd=FOLDER, stdout=log, stderr=subprocess.STDOUT)
+        command += [*CACHE_OPTIONS[cache], *options]
+        environment = {**os.environ, "LAZY_H3_POLICY": policy}
+        process = subprocess.Popen(command, cwd=FOLDER, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             server = Server(port)
             _wait_until_up(server, process, base / "server.log")

@@ -310,11 +310,23 @@ def nodes_of_others(played: Scene) -> dict[str, type]:
         execution_list.inhibit_nodes(nodes.split())
         return (value,)
 
+    def sampled_later(model: Any, value: Any, parent: str) -> tuple[str, Prompt]:
+        """A child that samples, and before it one that only passes the value on."""
+        first, child = (f"{parent}.0.0.{n}" for n in (0, 1))
+        return child, {first: node("Passes", value=value), child: node("Sample", model=model, value=[first, 0])}
+
     def expands(self: Any, model: Any, value: Any) -> dict[str, Any]:
         """Samples once, in a child."""
-        child = f"{played.executing()}.0.0.1"
-        graph = {child: node("Sample", model=model, value=value), f"{child}x": node("Passes", value=[child, 0])}
-        return {"result": ([f"{child}x", 0],), "expand": graph}
+        child, graph = sampled_later(model, value, parent := played.executing())
+        last = f"{parent}.0.0.2"
+        return {"result": ([last, 0],), "expand": {**graph, last: node("Passes", value=[child, 0])}}
+
+    def expands_to_output(self: Any, model: Any, value: Any) -> dict[str, Any]:
+        """Samples in a child for which nobody waits, because it is only shown."""
+        child, graph = sampled_later(model, value, parent := played.executing())
+        shown = node("Show", value=[child, 0])
+        passed = f"{parent}.0.0.2"
+        return {"result": ([passed, 0],), "expand": {passed: node("Passes", value=value), **graph, f"{parent}.0.0.3": shown}}
 
     def repeats(self: Any, model: Any, value: Any, times: int) -> dict[str, Any]:
         """Samples ``times`` times, each in a child of the last: a loop as other packs write it."""
@@ -346,6 +358,7 @@ def nodes_of_others(played: Scene) -> dict[str, type]:
         "Inhibits": _with_hidden(node_class(inhibits, {"value": ANY, "nodes": TEXT}), execution_list="EXECUTION_LIST"),
         "ExpandsByObject": node_class(expands, both, LATENT),
         "ExpandsByLink": node_class(expands, {**both, "model": raw}, LATENT),
+        "ExpandsToOutput": node_class(expands_to_output, {**both, "model": raw}, LATENT),
         "Repeats": node_class(repeats, {**both, "model": raw, "times": ("INT",)}, LATENT),
         "Show": node_class(show, {"value": ANY}, (), OUTPUT_NODE=True),
     }

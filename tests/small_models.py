@@ -49,8 +49,8 @@ def tiny_folder_models() -> Path:
 
 
 @functools.cache
-def _catalogue() -> tuple[Catalogue, list[int]]:
-    """One for all stages, which come one after the other, and the bytes of what its reader reads: skeletons take time."""
+def shared_catalogue() -> tuple[Catalogue, list[int]]:
+    """One for all hosts, which come one after the other, and the bytes of what its reader reads: skeletons take time."""
     reads: list[int] = []
     return Catalogue(Reader(before_chunk=reads.append)), reads
 
@@ -132,16 +132,15 @@ class Stage:
 @contextmanager
 def stage(
     out: Path,
-    models: Path | None = None,
-    *,
+    *models: Path,
     policy: Policy = "free",
     budget: int | None = None,
     classes: Mapping[str, type] | None = None,
     **options: Any,
 ) -> Iterator[Stage]:
-    """A stage; ``options`` are those of the embedded host."""
-    folders = {"output_directory": out, "input_directory": out / "input", "models": models or tiny_models()}
-    catalogue, reads = _catalogue()
+    """A stage with these model folders (default: the tiny model's); ``options`` are those of the embedded host."""
+    folders = {"output_directory": out, "input_directory": out / "input", "models": models or [tiny_models()]}
+    catalogue, reads = shared_catalogue()
     reads.clear()
     kept: dict[str, Any] = {}
     classes = {**NODE_CLASS_MAPPINGS, "Keep": keeper(kept), **(classes or {})}

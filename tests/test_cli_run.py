@@ -7,15 +7,17 @@ import pytest
 from lazy_h3 import cli
 from lazy_h3.commands.demo import WORKFLOW
 from lazy_h3.commands.make_checkpoint import FOLDER
-from small_models import folder_prompt, tiny_folder_models, tiny_models
+from lazy_h3.nodes import runtime
+from small_models import folder_prompt, shared_catalogue, tiny_folder_models, tiny_models
 
 SMALL = ("--set", "6.width=32", "--set", "6.height=32", "--set", "7.steps=1")
 KINDS = {"text_encoder", "dit", "video_vae", "audio_vae"}
 
 
 @pytest.fixture
-def run(capsys, tmp_path):
+def run(capsys, tmp_path, monkeypatch):
     """The report of a successful run at the smallest size."""
+    monkeypatch.setattr(runtime, "Catalogue", lambda: shared_catalogue()[0])
 
     def reported(*arguments: object, workflow: Path = WORKFLOW, models: Path | None = None) -> dict:
         fixed = ("run", workflow, "--models", models or tiny_models(), "--out", tmp_path / "out", "--json", *SMALL)

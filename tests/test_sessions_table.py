@@ -1,4 +1,4 @@
-"""In every kind of prompt, every cache and with every sight of the executor, a component goes with the last node that may use it."""
+"""In every kind of prompt and cache, and whatever the host shows, a component goes with the last node that may use it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def quick_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
-
 @dataclass(frozen=True)
 class Row:
     """One kind of prompt.
@@ -32,12 +31,13 @@ class Row:
     ``gone``: component -> its users. It is read once and is gone at the finish of the last of them that finishes; without any
     that does, and without an entry, it is never read. ``"4/7 5"``: node 4 is out of question when 4 or 7 has finished. ``"end"``:
     at the end of the prompt. ``instead``: what differs where the executor shows less, or without a cache (by sight or cache).
-    ``before``: prompts that run first, so that caches are warm.
+    ``at_once``: how many components are in memory together at most. ``before``: prompts that run first, so that caches are warm.
     """
 
     prompt: Prompt
     gone: Mapping[str, str]
     instead: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    at_once: int = 1
     before: tuple[Prompt, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     status: str = "success"
@@ -55,7 +55,8 @@ TWO_TEXTS = {
     "7": node("Show", value=["6", 0]),
 }
 ONE_TEXT = {name: TWO_TEXTS[name] for name in "145"}
-TWO_BRANCHES = {**loaders(), **branch("a cat"), **branch("a dog", 14)}
+ONE_BRANCH = {**loaders(), **branch("a cat")}
+LATE_BRANCH = {"8": node("Passes", value="a dog"), **branch(["8", 0], 14)}  # hosts would run the first branch to its end before
 CHAIN_USERS = {"te": "4", "dit": "5", "vae": "6"}
 
 
@@ -105,6 +106,39 @@ ROWS = {
         },
         {"te": "4", "dit": "7"},
     ),
+    "a switch that decides late and takes the branch": Row(
+        {
+            **ONE_TEXT,
+            "2": node("After", value=False, other=["4", 0]),
+            "3": node("ComfySwitchNode", switch=["2", 0], on_false=["6", 0], on_true="nothing"),
+            "6": node("Encode", model=["1", 0], value="a dog"),
+            "7": node("Show", value=["3", 0]),
+        },
+        {"te": "4 6"},
+    ),
+    "a switch that decides late against the branch": Row(
+        {
+            **ONE_TEXT,
+            "2": node("After", value=True, other=["4", 0]),
+            "3": node("ComfySwitchNode", switch=["2", 0], on_false=["6", 0], on_true="nothing"),
+            "6": node("Encode", model=["1", 0], value="a dog"),
+            "7": node("Show", value=["3", 0]),
+        },
+        {"te": "4 3"},
+    ),
+    "a switch that decides late for what is cached": Row(
+        {
+            "1": node("Load", name="te"),
+            "2": node("After", value=False, other=["4", 0]),
+            "3": node("ComfySwitchNode", switch=["2", 0], on_false=["6", 0], on_true="nothing"),
+            "4": node("Encode", model=["1", 0], value="a cow"),
+            "6": node("Encode", model=["1", 0], value="a dog"),
+            "7": node("Show", value=["3", 0]),
+        },
+        {"te": "4 6"},
+        instead={"queued": {"te": "4 6/3"}},
+        before=(TWO_TEXTS,),
+    ),
     "pass-through and reroute": Row(
         {
             "1": node("Load", name="te"),
@@ -126,8 +160,14 @@ ROWS = {
     "expansion by object": Row(
         {**chain(), "5": node("ExpandsByObject", model=["2", 0], value=["4", 0])}, {"te": "4", "dit": "5.0.0.1", "vae": "6"}
     ),
-    "expansion that uses what was used before": Row(
+    "expansion by link that uses what was used before": Row(
         {**chain(), "5": node("ExpandsByLink", model=["1", 0], value=["4", 0])}, {"te": "4 5.0.0.1", "vae": "6"}
+    ),
+    "expansion by object that uses what was used before": Row(
+        {**chain(), "5": node("ExpandsByObject", model=["1", 0], value=["4", 0])}, {"te": "4 5.0.0.1", "vae": "6"}
+    ),
+    "expansion with an output of its own": Row(
+        {**chain(), "5": node("ExpandsToOutput", model=["1", 0], value=["4", 0])}, {"te": "4 5.0.0.1", "vae": "6"}
     ),
     "loop by expansion": Row(
         {**chain(), "5": node("Repeats", model=["2", 0], value=["4", 0], times=3)},
@@ -155,13 +195,9 @@ ROWS = {
     ),
     "blocker": Row({**chain(), "8": node("Blocks", value=["4", 0]), **failing("Blocks")}, {"te": "4"}),
     "exception in a node of another pack": Row(failing("Fails"), {"te": "4"}, status="error"),
-    "exception while a model is in use": Row(
-        failing("FailsInside", model=["1", 0]), {"te": "end"}, status="error"
-    ),
+    "exception while a model is in use": Row(failing("FailsInside", model=["1", 0]), {"te": "end"}, status="error"),
     "interrupt in a node of another pack": Row(failing("Stops"), {"te": "4"}, status="interrupted"),
-    "interrupt while a model is in use": Row(
-        failing("StopsInside", model=["1", 0]), {"te": "end"}, status="interrupted"
-    ),
+    "interrupt while a model is in use": Row(failing("StopsInside", model=["1", 0]), {"te": "end"}, status="interrupted"),
     "partial execution": Row(TWO_TEXTS, {"te": "4"}, instead={"nothing": {"te": "end"}}, options={"outputs": ["5"]}),
     "vanished nodes": Row(
         {
@@ -175,16 +211,14 @@ ROWS = {
         {"te": "4 2"},
         instead={"queued": {"te": "end"}, "nothing": {"te": "end"}},  # the output 7 was queued and never finishes
     ),
-    "a component that nobody consumes": Row(
-        {**ONE_TEXT, "1": node("LoadBoth", name="te", other="spare")}, {"te": "4"}
-    ),
+    "a component that nobody consumes": Row({**ONE_TEXT, "1": node("LoadBoth", name="te", other="spare")}, {"te": "4"}),
     "used again much later": Row({**chain(), "3": node("Load", name="te")}, {"te": "4 6", "dit": "5"}),
-    "two branches that share all models": Row(TWO_BRANCHES, {"te": "4 14", "dit": "5 15", "vae": "6 16"}),
+    "two branches that share all models": Row({**ONE_BRANCH, **LATE_BRANCH}, {"te": "4 14", "dit": "5 15", "vae": "6 16"}),
     "two branches of which one is cached": Row(
-        TWO_BRANCHES,
+        {**ONE_BRANCH, **LATE_BRANCH},
         {"te": "4 14", "dit": "5 15", "vae": "6 16"},
         instead={"queued": {"te": "4/7 14", "dit": "5/7 15", "vae": "6/7 16"}},
-        before=({**loaders(), **branch("a cat")},),
+        before=(ONE_BRANCH,),
     ),
     "resubmitted from history": Row(chain(), CHAIN_USERS, is_resubmitted=True),
     "resubmitted from history with another text": Row(
@@ -211,6 +245,7 @@ def check(row: Row, played: Scene, cache: str, sees: str) -> None:
         gone = [stay[1] for stay in record.stays(name)]
         assert gone == ([] if last is None else [last]), (name, record.stays(name), record.events())
         assert played.loaded().count(name) == len(gone)
+    assert max(len([n for n in moment.nbytes.values() if n]) for moment in record.moments) <= row.at_once, record.events()
     assert not any(record.moments[-1].nbytes.values())
     assert played.store.live_bytes() == 0
     assert played.store.resident() == []
