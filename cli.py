@@ -163,12 +163,13 @@ def _run_options(options: argparse.Namespace, **more: Any) -> Any:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from .commands.plan import PlanRequest, document, plan_workflow, shown
+    from .commands.plan import PlanRequest, plan_workflow, shown
     from .commands.run import load_workflow
+    from .host.snapshot import plan_document
 
     run = _run_options(options, models=options.models, settings=_settings(options.set))
     plan = plan_workflow(load_workflow(options.workflow), PlanRequest(run, options.sizes))
-    _print(document(plan), shown(plan), options.json)
+    _print(plan_document(plan), shown(plan), options.json)
     return OK if plan.refusal is None else BAD_INPUT
 
 

@@ -56,43 +56,6 @@ def _published(request: PlanRequest, stack: ExitStack) -> RunOptions:
     return replace(request.run, out=folder / "output", models=[folder])
 
 
-def document(plan: Plan) -> dict[str, Any]:
-    """The plan as ``plan --json`` prints it."""
-    refusal = plan.refusal
-    return {
-        "status": "ok" if refusal is None else "refused",
-        "order": [stage.node for stage in plan.stages],
-        "activation_bytes": {stage.node: stage.activation_bytes for stage in plan.stages},
-        "components": [
-            {
-                "name": choice.item.name,
-                "mode": choice.mode,
-                "bytes": choice.resident_bytes,
-                "held_blocks": choice.num_held,
-                "from": plan.stages[choice.first].node,
-                "to": plan.stages[choice.last].node,
-                "kept": choice.is_kept,
-                "read_bytes": choice.read_bytes,
-                "reason": choice.reason,
-            }
-            for choice in plan.choices
-        ],
-        "sum_bytes": sum(item.total_bytes for item in plan.items),
-        "predicted_peak_bytes": plan.peak_bytes if refusal is None else None,
-        "peak_node": plan.peak_node,
-        "refusal": None
-        if refusal is None
-        else {
-            "component": refusal.name,
-            "node": refusal.node,
-            "need_bytes": refusal.need_bytes,
-            "have_bytes": refusal.have_bytes,
-            "message": refusal.message,
-        },
-        "warnings": list(plan.warnings),
-    }
-
-
 def shown(plan: Plan) -> Iterator[str]:
     """The plan as lines for people."""
     if plan.refusal is not None:

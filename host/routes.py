@@ -1,8 +1,8 @@
 """The memory routes, for every server that has the front end: plain aiohttp handlers.
 
 ``GET /lazy_h3/memory`` answers a snapshot. ``POST /lazy_h3/release`` with ``{"component": name or null}`` releases one component
-or all of them. Both answer only to this machine and to pages of the same server; everything else is refused with
-``{"error": {"type", "message"}}``.
+or all of them. ``POST /lazy_h3/plan`` with ``{"prompt": ...}`` in API format plans it from headers alone. All answer only to this
+machine and to pages of the same server; everything else is refused with ``{"error": {"type", "message"}}``.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ import asyncio
 import functools
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from ..memory.plan import Plan
 from ..memory.store import Status, Store
 from .attachment import Attachment
 from .events import EventFeed
 from .interface import Host
-from .snapshot import snapshot
+from .snapshot import plan_document, snapshot
+
+log = logging.getLogger("lazy_h3")
 
 MAX_BODY_BYTES = 4096
+MAX_PROMPT_BYTES = 8 << 20
 REASON = "asked for in the memory panel"
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
@@ -36,6 +41,8 @@ class Source(Protocol):
     store: Store
     attachment: Attachment
     feed: EventFeed
+
+    def plan_of(self, prompt: Mapping[str, Any]) -> Plan: ...
 
 
 class RequestRefused(Exception):
@@ -57,7 +64,23 @@ def routes(source: Callable[[], Source]) -> list[web.RouteDef]:
         name = _component_of(await _json_of(request))
         return web.json_response(await asyncio.to_thread(release_components, source(), name))
 
-    return [web.get("/lazy_h3/memory", _guarded(memory)), web.post("/lazy_h3/release", _guarded(release))]
+    async def plan(request: web.Request) -> web.Response:
+        prompt = _prompt_of(await _json_of(request, MAX_PROMPT_BYTES))
+        return web.json_response(await asyncio.to_thread(_planned, source(), prompt))
+
+    return [
+        web.get("/lazy_h3/memory", _guarded(memory)),
+        web.post("/lazy_h3/release", _guarded(release)),
+        web.post("/lazy_h3/plan", _guarded(plan)),
+    ]
+
+
+def _planned(source: Source, prompt: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return plan_document(source.plan_of(prompt))
+    except Exception as error:  # prompts that no validation has seen may hold anything
+        log.info("Lazy H3: a prompt could not be planned.", exc_info=True)
+        raise RequestRefused(400, "cannot_plan", f"This prompt cannot be planned ({error}); complete its inputs.") from error
 
 
 def _snapshot(source: Source) -> dict[str, Any]:
@@ -131,17 +154,28 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-async def _json_of(request: web.Request) -> Any:
+async def _json_of(request: web.Request, max_bytes: int = MAX_BODY_BYTES) -> Any:
     """The body as JSON. Raises RequestRefused if it is of another type, too long, or no JSON."""
     if request.content_type != "application/json":
         message = f"The body is {request.content_type}; send application/json."
         raise RequestRefused(415, "unsupported_media_type", message)
     try:
-        return json.loads(await request.clone(client_max_size=MAX_BODY_BYTES).read())
+        return json.loads(await request.clone(client_max_size=max_bytes).read())
     except web.HTTPRequestEntityTooLarge as error:
-        raise RequestRefused(413, "body_too_large", f"The body is longer than {MAX_BODY_BYTES} bytes.") from error
+        raise RequestRefused(413, "body_too_large", f"The body is longer than {max_bytes} bytes.") from error
     except (ValueError, RecursionError) as error:  # also for text in another encoding
-        raise RequestRefused(400, "invalid_json", 'The body is no JSON; send {"component": null}, or a name for null.') from error
+        raise RequestRefused(400, "invalid_json", "The body is no JSON; send a JSON object.") from error
+
+
+def _prompt_of(body: Any) -> Mapping[str, Any]:
+    """The prompt in a plan request. Entries without a class (nodes that the front end does not know) are left out.
+
+    Raises RequestRefused for anything but ``{"prompt": {node: {"class_type", "inputs"}}}``.
+    """
+    prompt = body.get("prompt") if isinstance(body, dict) else None
+    if not isinstance(prompt, dict):
+        raise RequestRefused(400, "missing_field", 'The body has no "prompt"; send {"prompt": ...} in API format.')
+    return {n: s for n, s in prompt.items() if isinstance(s, dict) and isinstance(s.get("class_type"), str)}
 
 
 def _component_of(body: Any) -> str | None:

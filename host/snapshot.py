@@ -11,6 +11,7 @@ import torch
 from ..memory import device as devices
 from ..memory.account import Account, accounts
 from ..memory.ledger import Page
+from ..memory.plan import Plan
 from ..memory.resource import Resource
 from ..memory.store import Status, Store
 from ..memory.units import shown_bytes
@@ -153,3 +154,40 @@ def _path(resource: Resource) -> str | None:
     if not paths:
         return None
     return paths[0] if len(paths) == 1 else os.path.dirname(paths[0])
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """A plan, as ``plan --json`` prints it and the route answers."""
+    refusal = plan.refusal
+    return {
+        "status": "ok" if refusal is None else "refused",
+        "order": [stage.node for stage in plan.stages],
+        "activation_bytes": {stage.node: stage.activation_bytes for stage in plan.stages},
+        "components": [
+            {
+                "name": choice.item.name,
+                "mode": choice.mode,
+                "bytes": choice.resident_bytes,
+                "held_blocks": choice.num_held,
+                "from": plan.stages[choice.first].node,
+                "to": plan.stages[choice.last].node,
+                "kept": choice.is_kept,
+                "read_bytes": choice.read_bytes,
+                "reason": choice.reason,
+            }
+            for choice in plan.choices
+        ],
+        "sum_bytes": sum(item.total_bytes for item in plan.items),
+        "predicted_peak_bytes": plan.peak_bytes if refusal is None else None,
+        "peak_node": plan.peak_node,
+        "refusal": None
+        if refusal is None
+        else {
+            "component": refusal.name,
+            "node": refusal.node,
+            "need_bytes": refusal.need_bytes,
+            "have_bytes": refusal.have_bytes,
+            "message": refusal.message,
+        },
+        "warnings": list(plan.warnings),
+    }

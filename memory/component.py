@@ -81,11 +81,14 @@ class Component:
         transient = self._source.transient_bytes(slots)
         folding = self._folding(slots, points)
         rest = [slot for slot in slots if slot.name not in folding.slot_names]
-        costs: dict[Mode, Cost] = {"whole": Cost(sum(slot.nbytes for slot in rest) + folding.table_bytes, transient)}
+        while_folding = folding.peak_bytes + sum(slot.nbytes for slot in self._fold_inputs(rest))
+        costs: dict[Mode, Cost] = {"whole": Cost(sum(slot.nbytes for slot in rest))}
         streamed = StreamedFill(self.module, rest, self._source, self._storages)
         if streamed.is_possible:
-            least = streamed.cost(transient)
-            costs["streamed"] = replace(least, resident=least.resident + folding.table_bytes)
+            costs["streamed"] = streamed.cost()
+        for mode, cost in costs.items():
+            resident = cost.resident + folding.table_bytes
+            costs[mode] = replace(cost, resident=resident, transient=transient + max(0, while_folding - resident))
         return costs
 
     def resident_parts(self) -> Parts:
@@ -115,17 +118,20 @@ class Component:
             raise
 
     def expect(self, points: Points) -> None:
-        """Be ready for these points: where sub-modules are folded for others, only their weights are read again."""
+        """Be ready for these points: where sub-modules are folded for others, only their weights are read again.
+
+        Where folding does not pay for them, the weights are missing afterwards. Raises CheckpointError.
+        """
         for folding in tuple(self._foldings):
             if points and not folding.covers(points):
-                self._unfold(folding)
-                again = Folding(self.module, folding.slots, self._source, self._storages, points)
-                self._foldings.append(again)
-                again.fold()
+                if folding.pays_for(points):
+                    folding.fold(points)
+                else:
+                    self._unfold(folding)
 
     def drop(self) -> None:
         """Put the empty stand-ins back; nothing of ours holds a weight afterwards."""
-        for streamed in tuple(self._streamed):
+        for streamed in reversed(self._streamed[:]):  # a block may be framed more than once: the last frame goes first
             self._end(streamed)
         for folding in tuple(self._foldings):
             self._unfold(folding)
@@ -175,7 +181,6 @@ class Component:
             tensors = {slot.name: torch.empty(slot.shape, dtype=slot.dtype, device=self.device) for slot in slots}
             self._storages.add(tensors.values())
             self._source.read(tensors, on_bytes)
-            self.checkpoint.verify_unchanged()  # nor was it while it was read
             for slot in slots:
                 self._prints[slot.name] = Fingerprint.of(slot.put(tensors.pop(slot.name)))
 
@@ -186,10 +191,14 @@ class Component:
         """Fold first, while little else is in memory: a sub-module's weights take the room that other weights get afterwards."""
         if not folding.slot_names:
             return
-        inputs = tuple(self.module.FOLD_INPUTS)  # type: ignore[arg-type]
-        self._read([slot for slot in staying if slot.name.startswith(inputs)], None)
+        self._read(self._fold_inputs(staying), None)
         self._foldings.append(folding)
         folding.fold()
+
+    def _fold_inputs(self, slots: Iterable[Slot]) -> list[Slot]:
+        """The slots that the features of foldable sub-modules are computed with."""
+        prefixes: tuple[str, ...] = getattr(self.module, "FOLD_INPUTS", ())
+        return [slot for slot in slots if slot.name.startswith(prefixes)]
 
     def _unfold(self, folding: Folding) -> None:
         folding.unfold()

@@ -7,8 +7,8 @@ at a time. A row that is not among the known ones is never guessed: the weights 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +20,21 @@ from .storages import LivingStorages
 Points = tuple[float, ...]
 
 
-@dataclass
 class KnownRows:
     """Features [K, k] of all points; the place of a row among them is found by its bits."""
 
-    features: Tensor
-    _asked: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    def __init__(self, features: Tensor) -> None:
+        self.features = features
+        self._asked: tuple[Tensor | None, Tensor | None] = None, None
 
-    def places(self, rows: Tensor) -> Tensor:
-        """Index of each row of [M, k], -1 where it is not known. All sub-modules of a step ask with the same tensor."""
-        if self._asked is None or self._asked[0] is not rows:
-            is_equal = (rows[:, None] == self.features[None]).all(-1)
-            self._asked = rows, torch.where(is_equal.any(1), is_equal.int().argmax(1), -1)
-        return self._asked[1]
+    def places(self, rows: Tensor) -> Tensor | None:
+        """Index of each row of [M, k], or None if one is not known. All sub-modules of a step ask with the same tensor."""
+        asked = self._asked  # read once: steps of other threads may ask meanwhile
+        if asked[0] is not rows:
+            is_equal = (rows[:, None] == self.features[None]).all(-1)  # [M, K]
+            places = is_equal.int().argmax(1) if bool(is_equal.any(1).all()) else None
+            self._asked = asked = rows, places
+        return asked[1]
 
 
 class FoldedModule:
@@ -43,43 +45,45 @@ class FoldedModule:
         self.slots = slots
         self._source = source
         self._storages = storages
-        self._known: KnownRows | None = None
-        self._table: Tensor | None = None
+        self._values: tuple[KnownRows, Tensor] | None = None
+        self._turn = threading.Lock()  # weights are in place for one caller at a time
 
     def fold(self, known: KnownRows) -> None:
         """Compute the table for these rows and answer from it from now on; reads the weights once and keeps none."""
         with torch.inference_mode(False), torch.no_grad():
             table = self._applied(known.features).clone()
         self._storages.add([table])
-        self._known, self._table = known, table
+        self._values = known, table
         self._module.__dict__["forward"] = self._answer
 
     def unfold(self) -> None:
         self._module.__dict__.pop("forward", None)
-        self._known = self._table = None
+        self._values = None
 
     def _answer(self, rows: Tensor) -> Tensor:
-        assert self._known is not None
-        assert self._table is not None
-        places = self._known.places(rows)
-        if bool((places < 0).any()):
-            return self._applied(rows)
-        return self._table[places]
+        assert self._values is not None
+        known, table = self._values
+        places = known.places(rows)
+        return self._applied(rows) if places is None else table[places]
 
     def _applied(self, rows: Tensor) -> Tensor:
         """The sub-module itself on these rows, with its weights in place for this call alone."""
+        original: Callable[[Tensor], Tensor] = type(self._module).forward.__get__(self._module)
+        with self._turn:
+            try:
+                self._read()
+                return original(rows)
+            finally:
+                for slot in self.slots:
+                    slot.clear()
+
+    def _read(self) -> None:
         with torch.inference_mode(False):
             tensors = {s.name: torch.empty(s.shape, dtype=s.dtype, device=self._source.device) for s in self.slots}
             self._storages.add(tensors.values())
             self._source.read(tensors)
             for slot in self.slots:
-                slot.put(tensors.pop(slot.name))
-        try:
-            original: Callable[[Tensor], Tensor] = type(self._module).forward.__get__(self._module)
-            return original(rows)
-        finally:
-            for slot in self.slots:
-                slot.clear()
+                slot.put(tensors[slot.name])
 
 
 class Folding:
@@ -95,7 +99,7 @@ class Folding:
         members = {name: [slot for slot in slots if slot.name.startswith(f"{name}.")] for name, _ in owners}
         self._modules = [FoldedModule(m, members[name], source, storages) for name, m in owners if members[name]]
         self.slots = [slot for name, _ in owners for slot in members[name]]
-        if self.table_bytes >= self.weight_bytes:
+        if not self.pays_for(points):
             self._modules, self.slots = [], []
 
     @property
@@ -104,31 +108,39 @@ class Folding:
         return {slot.name for slot in self.slots}
 
     @property
-    def weight_bytes(self) -> int:
-        return sum(slot.nbytes for slot in self.slots)
-
-    @property
     def table_bytes(self) -> int:
-        """One value for each row of the weights and each point."""
-        rows = sum(slot.shape[0] * slot.dtype.itemsize for slot in self.slots if len(slot.shape) == 2)
-        return rows * len(self._points)
+        return self._table_bytes(self._points)
 
     @property
-    def transient_bytes(self) -> int:
-        """The largest sub-module, which is in memory while it is folded."""
-        return max((sum(slot.nbytes for slot in m.slots) for m in self._modules), default=0)
+    def peak_bytes(self) -> int:
+        """The most that folding takes beside its inputs: all tables and the largest sub-module."""
+        return self.table_bytes + max((sum(slot.nbytes for slot in m.slots) for m in self._modules), default=0)
 
     def covers(self, points: Points) -> bool:
         return set(points) <= set(self._points)
 
-    def fold(self) -> None:
-        """Compute all tables. What the features need must be filled."""
+    def pays_for(self, points: Points) -> bool:
+        """Whether the tables for these points take less than the weights."""
+        return self._table_bytes(points) < sum(slot.nbytes for slot in self.slots)
+
+    def fold(self, points: Points | None = None) -> None:
+        """Compute all tables, for other points if any are given. What the features need must be filled.
+
+        Whoever computes meanwhile gets right answers, and so does everybody if this fails halfway: each sub-module knows its rows.
+        """
+        points = tuple(dict.fromkeys(self._points if points is None else points))
         if self._modules:
-            features = self._module.fold_inputs(torch.tensor(self._points))  # type: ignore[operator]
+            features = self._module.fold_inputs(torch.tensor(points))  # type: ignore[operator]
             known = KnownRows(features)
             for folded in self._modules:
                 folded.fold(known)
+        self._points = points
 
     def unfold(self) -> None:
         for folded in self._modules:
             folded.unfold()
+
+    def _table_bytes(self, points: Points) -> int:
+        """One value for each row of the weights and each point."""
+        rows = sum(slot.shape[0] * slot.dtype.itemsize for slot in self.slots if len(slot.shape) == 2)
+        return rows * len(set(points))

@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from .checkpoint import TensorEntry
-from .reader import STORED_DTYPES, Copy
 from .skeleton import Slot
 from .source import WeightSource
 
 
 class GatheredEmbedding:
-    """Answers for an ``nn.Embedding`` whose table stays in the file, from ``open`` to ``close``."""
+    """Answers for an ``nn.Embedding`` whose table stays in the file, from ``open`` to ``close``.
 
-    def __init__(self, module: nn.Embedding, slot: Slot, entry: TensorEntry, source: WeightSource) -> None:
+    A model that asks for the table itself (``weight``) gets it, read for this one use.
+    """
+
+    def __init__(self, module: nn.Embedding, slot: Slot, source: WeightSource) -> None:
         self._module = module
         self._slot = slot
-        self._entry = entry
         self._source = source
 
     def open(self) -> None:
-        self._module.__dict__["forward"] = self._gather
+        members: dict[str, Any] = {
+            "forward": lambda _, ids: self._looked_up(ids),
+            "weight": property(lambda _: self._table()),
+        }
+        self._module.__class__ = type("GatheredEmbedding", (nn.Embedding,), members)
 
     def close(self) -> None:
-        self._module.__dict__.pop("forward", None)
+        self._module.__class__ = nn.Embedding
 
-    def _gather(self, ids: Tensor) -> Tensor:
-        """Rows of the table for ``ids`` of any shape: the same bits as the table would give."""
+    def _looked_up(self, ids: Tensor) -> Tensor:
+        """Rows of the table for ``ids`` of any shape: the same bits as the table would give. Raises IndexError as it would."""
         unique, positions = torch.unique(ids, return_inverse=True)
-        return embedding(positions, self._rows(unique.tolist()))
+        numbers = unique.tolist()
+        for number in (*numbers[:1], *numbers[-1:]):
+            if not 0 <= number < self._slot.shape[0]:
+                raise IndexError(f"Row {number} of {self._slot.name} was asked for, which has {self._slot.shape[0]} rows.")
+        return embedding(positions, self._source.gathered(self._slot, numbers))
 
-    def _rows(self, ids: list[int]) -> Tensor:
-        entry, slot = self._entry, self._slot
-        with torch.inference_mode(False):  # reader threads may not write to inference tensors
-            rows = torch.empty(len(ids), *slot.shape[1:], dtype=slot.dtype, device=self._source.device)
-        item = STORED_DTYPES[entry.dtype].itemsize
-        width = entry.row_bytes // item
-        flat = rows.view(-1)
-        copies = [
-            Copy(entry, number * entry.row_bytes, entry.row_bytes, flat[place * width : (place + 1) * width])
-            for place, number in enumerate(ids)
-        ]
-        self._source.reader.read(copies)
-        return rows
+    def _table(self) -> Tensor:
+        table = torch.empty(self._slot.shape, dtype=self._slot.dtype, device=self._source.device)
+        self._source.read({self._slot.name: table})
+        return table

@@ -31,8 +31,8 @@ class Identity:
 class Cost:
     """Bytes of one mode: what stays, what filling needs on top for a moment, what every further pass reads again.
 
-    Streamed: ``resident`` is the least there can be; each of ``num_blocks`` blocks that is held costs ``block_bytes`` more, and
-    is not read again.
+    Streamed: ``resident`` is the least there can be. Each of ``num_blocks`` blocks that is held costs ``block_bytes`` more and is
+    not read again; the last ``ring_blocks`` of them take the room of the ring, which nothing passes through then.
     """
 
     resident: int
@@ -40,17 +40,25 @@ class Cost:
     reread_per_pass: int = 0
     block_bytes: int = 0
     num_blocks: int = 0
+    ring_blocks: int = 0
+
+    def num_held(self, spare: int) -> int:
+        """How many blocks can be held in this many bytes more."""
+        beside_ring = max(0, spare) // self.block_bytes if self.block_bytes else 0
+        return beside_ring if beside_ring < self.num_blocks - self.ring_blocks else self.num_blocks
+
+    def holding(self, num_held: int) -> Cost:
+        """The cost with so many blocks held."""
+        beside_ring = min(num_held, self.num_blocks - self.ring_blocks)
+        return replace(
+            self,
+            resident=self.resident + beside_ring * self.block_bytes,
+            reread_per_pass=self.reread_per_pass - num_held * self.block_bytes,
+        )
 
     def granted(self, grant: int | None) -> Cost:
         """The cost with as many blocks held as ``grant`` resident bytes allow."""
-        if grant is None or not self.block_bytes:
-            return self
-        held = min(max(0, grant - self.resident) // self.block_bytes, self.num_blocks)
-        return replace(
-            self,
-            resident=self.resident + held * self.block_bytes,
-            reread_per_pass=self.reread_per_pass - held * self.block_bytes,
-        )
+        return self if grant is None else self.holding(self.num_held(grant - self.resident))
 
 
 @dataclass(frozen=True)

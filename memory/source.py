@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint, CheckpointError, TensorEntry
+from .checkpoint import Checkpoint, CheckpointError
 from .reader import STORED_DTYPES, Copy, OnBytes, Reader
 from .skeleton import Slot
 
@@ -61,8 +61,12 @@ class WeightSource:
             self._check(slot, recipes[name])
 
     def read(self, tensors: Mapping[str, Tensor], on_bytes: OnBytes | None = None, stream: Any = None) -> None:
-        """Read slots by name into tensors of their shape and dtype. Raises CheckpointError, or what ``on_bytes`` raises."""
+        """Read slots by name into tensors of their shape and dtype.
+
+        Raises CheckpointError, also if the file is no longer the one whose header was read, or what ``on_bytes`` raises.
+        """
         self.reader.read([copy for name, tensor in tensors.items() for copy in self._copies(name, tensor)], on_bytes, stream)
+        self.checkpoint.verify_unchanged()
         for name, tensor in tensors.items():
             recipe = self._recipes[name]
             if recipe.values is not None:
@@ -75,12 +79,20 @@ class WeightSource:
         staging = 0 if all(map(self._is_read_in_place, slots)) else self.reader.staging_bytes
         return staging + max((self._extra_bytes(slot) for slot in slots), default=0)
 
-    def only_entry(self, name: str) -> TensorEntry | None:
-        """The stored tensor that is the slot ``name`` as it is, if there is one."""
-        recipe = self._recipes[name]
-        entry = self.checkpoint.tensors[recipe.rows[0].source] if len(recipe.rows) == 1 else None
-        is_plain = entry is not None and recipe.finish is None and self._num_rows(recipe.rows[0]) == entry.shape[0]
-        return entry if is_plain else None
+    def can_gather(self, slot: Slot) -> bool:
+        """Whether every row of the slot is a row of one stored tensor."""
+        recipe = self._recipes[slot.name]
+        return len(recipe.rows) == 1 and recipe.finish is None
+
+    def gathered(self, slot: Slot, numbers: Sequence[int]) -> Tensor:
+        """The rows of these numbers, in their order. Raises CheckpointError as ``read`` does."""
+        (rows,) = self._recipes[slot.name].rows
+        entry = self.checkpoint.tensors[rows.source]
+        result = torch.empty(len(numbers), *slot.shape[1:], dtype=slot.dtype, device=self.device)
+        places = zip(numbers, result.flatten(1), strict=True)
+        self.reader.read([Copy(entry, (rows.start + n) * entry.row_bytes, entry.row_bytes, place) for n, place in places])
+        self.checkpoint.verify_unchanged()
+        return result
 
     def _extra_bytes(self, slot: Slot) -> int:
         return sum(self.checkpoint.tensors[name].nbytes for name in self._recipes[slot.name].extra)

@@ -1,22 +1,24 @@
 """Residency mode "streamed": alike blocks pass through a ring of two, block k + 1 read while block k computes.
 
-The blocks' weights are never all in memory. Each block of a module list gets hooks: before it runs, its weights are put in place
-(waiting for the read that was begun one block earlier) and the read of the next block begins; after it ran, its places are empty
-again and its ring slot is free. The first blocks may be held for good, if there is room; reading then wraps around past them.
+The blocks' weights are never all in memory. Each block of a module list runs inside a frame of ours: its weights are put in place
+(waiting for the read that was begun one block earlier), the read of the next block begins, and when it is done, however it ends,
+its places are empty again and its ring slot is free. Hooks would not do: torch skips them when a block is interrupted. The first
+blocks may be held for good, if there is room; reading then wraps around past them.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from .frames import forget_locals
 from .gather import GatheredEmbedding
 from .resource import Cost
 from .skeleton import Slot
@@ -49,10 +51,6 @@ class BlockList:
     def block_bytes(self) -> int:
         return sum(slot.nbytes for slot in self.slots[0])
 
-    @property
-    def ring_bytes(self) -> int:
-        return min(RING_SLOTS, len(self.blocks)) * self.block_bytes
-
 
 class BlockStream:
     """The blocks of one module list, streamed.
@@ -80,32 +78,29 @@ class BlockStream:
         self._passes_left = num_passes
         self._prefetches = prefetch
         self._ring: list[RingSlot] = []
-        self._coming: dict[int, tuple[RingSlot, Future[None]]] = {}
-        self._reading = ThreadPoolExecutor(1, thread_name_prefix="lazy-h3-stream")
-        self._hooks: list[RemovableHandle] = []
+        self._coming: dict[int, tuple[RingSlot, Future[None]]] = {}  # also the block that runs; other ring slots are free
+        self._running: int | None = None
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="lazy-h3-stream")  # one: reads end in the order they began
+        self._unframe: list[Callable[[], object]] = []
         self._turn = threading.RLock()  # a block's weights are in place for one caller at a time
         self._copy_stream: Any = torch.cuda.Stream(source.device) if source.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.bytes_read = 0
 
     def open(self) -> None:
-        """Make the ring, hook the blocks, and begin to read the first one."""
+        """Make the ring, frame the blocks, and begin to read the first one."""
         streamed = range(self.num_held, len(self._blocks))
         with torch.inference_mode(False):
             self._ring = [RingSlot(self._slots[0], self._source.device) for _ in streamed[:RING_SLOTS]]
         self._storages.add(tensor for slot in self._ring for tensor in slot.tensors)
         for index in streamed:
-            self._hooks += [
-                self._blocks[index].register_forward_pre_hook(lambda *_, index=index: self._enter(index)),
-                self._blocks[index].register_forward_hook(lambda *_, index=index: self._leave(index), always_call=True),
-            ]
+            self._frame(index)
         if streamed and self._prefetches:
             self._begin(streamed[0])
 
     def close(self) -> None:
-        """Unhook, wait for a read that is under way, and let the ring go."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """Give the blocks back, wait for a read that is under way, and let the ring go."""
+        while self._unframe:
+            self._unframe.pop()()
         self._reading.shutdown(wait=True, cancel_futures=True)
         self._coming.clear()
         for slots in self._slots[self.num_held :]:
@@ -113,68 +108,79 @@ class BlockStream:
                 slot.clear()
         self._ring.clear()
 
-    def _enter(self, index: int) -> None:
-        self._turn.acquire()
-        try:
-            ring_slot = self._arrived(index)
-            for slot, tensor in zip(self._slots[index], ring_slot.tensors, strict=True):
-                slot.put(tensor)
-            following = self._following(index)
-            if following is not None and self._prefetches:
-                self._begin(following)
-        except BaseException:
-            self._turn.release()
-            raise
+    def _frame(self, index: int) -> None:
+        """Have the block run with its weights in place."""
+        own, forward = self._blocks[index].__dict__, self._blocks[index].forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._in_place(index):
+                return forward(*args, **kwargs)
+
+        before = own.get("forward")  # a compiled module has one, and so has a block that is framed twice
+        self._unframe.append(lambda: own.pop("forward") if before is None else own.update(forward=before))
+        own["forward"] = run
+
+    @contextmanager
+    def _in_place(self, index: int) -> Iterator[None]:
+        """Inside, the block has its weights, and the next block is read."""
+        with self._turn:
+            if self._running is not None:
+                raise RuntimeError(f"Block {index} was called inside block {self._running}; streamed blocks run one by one.")
+            try:
+                self._running = index
+                for slot, tensor in zip(self._slots[index], self._arrived(index).tensors, strict=True):
+                    slot.put(tensor)
+                following = self._following(index)
+                if following is not None and self._prefetches:
+                    self._begin(following)
+                yield
+            finally:
+                for slot in self._slots[index]:
+                    slot.clear()
+                self._leave(index)
+                self._running = None
 
     def _leave(self, index: int) -> None:
-        if not self._slots[index][0].is_filled:
-            return  # _enter failed: there is nothing to take back
-        ring_slot, _ = self._coming.pop(index)
-        for slot in self._slots[index]:
-            slot.clear()
-        if self._copy_stream is not None:
+        """Free the ring slot of a block that ran."""
+        ring_slot, _ = self._coming.pop(index, (None, None))
+        if ring_slot is not None and self._copy_stream is not None:
             ring_slot.free = torch.cuda.current_stream(self._source.device).record_event()
-        self._ring.append(ring_slot)
-        self._turn.release()
 
     def _arrived(self, index: int) -> RingSlot:
         """The ring slot with the block's weights; waits for its read, or reads it now."""
-        if index not in self._coming:
-            for unwanted in list(self._coming):  # somebody runs the blocks in another order
-                slot, read = self._coming.pop(unwanted)
-                read.exception()
-                self._ring.append(slot)
+        if index not in self._coming:  # the first of all, or somebody runs the blocks in another order
+            self._coming.clear()
             self._begin(index)
-        ring_slot, read = self._coming[index]
-        try:
-            read.result()
-        except BaseException:
-            self._ring.append(self._coming.pop(index)[0])
-            raise
-        return ring_slot
+        self._coming[index][1].result()
+        return self._coming[index][0]
 
     def _begin(self, index: int) -> None:
-        if index in self._coming or not self._ring:
-            return
-        ring_slot = self._ring.pop()
-        self._coming[index] = ring_slot, self._reading.submit(self._read, index, ring_slot)
+        """Begin to read the block, unless it is coming already or no ring slot is free."""
+        taken = [ring_slot for ring_slot, _ in self._coming.values()]
+        free = next((ring_slot for ring_slot in self._ring if ring_slot not in taken), None)
+        if index not in self._coming and free is not None:
+            self._coming[index] = free, self._reading.submit(self._read, index, free)
 
     def _read(self, index: int, ring_slot: RingSlot) -> None:
         if ring_slot.free is not None:
             self._copy_stream.wait_event(ring_slot.free)
         tensors: dict[str, Tensor] = {s.name: t for s, t in zip(self._slots[index], ring_slot.tensors, strict=True)}
-        self._source.read(tensors, stream=self._copy_stream)
+        try:
+            self._source.read(tensors, stream=self._copy_stream)
+        except BaseException as error:
+            forget_locals(error)  # nobody may ever ask for it, and it holds the ring
+            raise
         self.bytes_read += sum(tensor.nbytes for tensor in tensors.values())
 
     def _following(self, index: int) -> int | None:
         """The block to read next; None after the last block of the last pass."""
+        if self._passes_left == 0:
+            self._passes_left = None  # it runs on: the number was that of an earlier user
         if index + 1 < len(self._blocks):
             return index + 1
         if self._passes_left is not None:
             self._passes_left -= 1
-            if self._passes_left <= 0:
-                return None
-        return self.num_held
+        return None if self._passes_left == 0 else self.num_held
 
 
 class StreamedFill:
@@ -203,24 +209,19 @@ class StreamedFill:
         blocks = {slot.name for found in self._lists for slots in found.slots for slot in slots}
         return (blocks - held) | self._tables.keys()
 
-    @property
-    def least_bytes(self) -> int:
-        """Resident bytes with no block held."""
+    def cost(self) -> Cost:
+        """The least that can be resident, and what holding blocks of the largest list adds and saves."""
         passing = self.passing
         rest = sum(slot.nbytes for slot in self._slots if slot.name not in passing)
-        return rest + sum(found.ring_bytes for found in self._lists)
-
-    def cost(self, transient: int) -> Cost:
-        """The least that can be resident, and what holding blocks of the largest list adds and saves."""
-        main = self._lists[0]
+        rings = sum(RING_SLOTS * found.block_bytes for found in self._lists)
         reread = sum(len(found.blocks) * found.block_bytes for found in self._lists)
-        return Cost(self.least_bytes, transient, reread, main.block_bytes, len(main.blocks))
+        main = self._lists[0]
+        return Cost(rest + rings, 0, reread, main.block_bytes, len(main.blocks), RING_SLOTS)
 
     def staying(self, grant: int | None) -> list[Slot]:
         """Slots that are read now and stay; within ``grant`` bytes as many blocks of the largest list as fit."""
-        main = self._lists[0]
-        spare = 0 if grant is None else max(0, grant - self.least_bytes)
-        self._num_held = min(spare // main.block_bytes, len(main.blocks))
+        least = self.cost()
+        self._num_held = 0 if grant is None else least.num_held(grant - least.resident)
         passing = self.passing
         return [slot for slot in self._slots if slot.name not in passing]
 
@@ -236,9 +237,8 @@ class StreamedFill:
 
     def close(self) -> None:
         """Stop streaming; nothing that passed is held afterwards."""
-        for stream in self._streams:
-            stream.close()
-        self._streams.clear()
+        while self._streams:
+            self._streams.pop().close()
         for gathered in self._tables.values():
             gathered.close()
 
@@ -258,6 +258,5 @@ def _streamable_lists(module: nn.Module, slots: Sequence[Slot]) -> Iterator[Bloc
 def _gatherable_tables(module: nn.Module, slots: Sequence[Slot], source: WeightSource) -> Iterator[tuple[str, GatheredEmbedding]]:
     """Embedding tables that stand in the file as they are."""
     for slot in slots:
-        entry = source.only_entry(slot.name)
-        if isinstance(slot.owner, nn.Embedding) and entry is not None:
-            yield slot.name, GatheredEmbedding(slot.owner, slot, entry, source)
+        if type(slot.owner) is nn.Embedding and slot.owner.max_norm is None and source.can_gather(slot):
+            yield slot.name, GatheredEmbedding(slot.owner, slot, source)

@@ -60,8 +60,10 @@ class Catalogue:
         checkpoint = open_checkpoint(path)
         layout = identified(path, checkpoint)
         if layout.kind != kind:
-            found, loader = LOADERS[layout.kind]
-            raise CheckpointError(f"{path}: is the {found}, not the {LOADERS[kind][0]}; use the node {loader}.")
+            (found, loader), (wanted, _) = LOADERS[layout.kind], LOADERS[kind]
+            raise CheckpointError(
+                f"{path}: is a checkpoint of the {found}, not a checkpoint of the {wanted}; use the node {loader}."
+            )
         with torch.device("meta"):
             module = layout.build()
         cast = Cast(compute_dtype(dtype, checkpoint, device), module.storage_dtype)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -17,13 +18,14 @@ from ..host.interface import Host, Progress
 from ..host.residency import Residency
 from ..memory.component import Component
 from ..memory.device import pool_status
+from ..memory.graph import Node
 from ..memory.handle import Handle
 from ..memory.plan import Plan
 from ..memory.resource import Resource
 from ..memory.store import Store
 from ..memory.units import parsed_bytes, shown_bytes
 from .catalogue import Catalogue
-from .policy import POLICIES, Policy, PromptPolicy
+from .policy import POLICIES, Policy, PromptPolicy, asked_for
 from .session_plan import SessionPlanner
 
 log = logging.getLogger("lazy_h3")
@@ -76,6 +78,12 @@ class Runtime:
     def plan(self) -> Plan | None:
         """The plan of the running prompt, else of the last one."""
         return self._planner.plan()
+
+    def plan_of(self, prompt: Mapping[str, Any]) -> Plan:
+        """The plan of a prompt in API format that does not run yet."""
+        nodes = {n: Node(s["class_type"], s["inputs"]) for n, s in prompt.items() if isinstance(s.get("inputs"), dict)}
+        asked = asked_for(nodes)
+        return self._planner.planned(nodes, asked[0] if asked else self.policy)
 
     def prompt_policy(self) -> Policy:
         """The policy that holds for the running prompt."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..memory.component import Component
-from ..memory.graph import Key
-from ..memory.plan import Plan
+from ..memory.graph import Key, Node
+from ..memory.plan import Plan, Policy
 from ..memory.resource import Hints, Parts, Resource
 from ..memory.store import Decision, MemoryRefused
 from .planning import PlanOptions, planned
@@ -61,16 +62,20 @@ class SessionPlanner:
         return "it fits beside everything that must overlap" if choice.is_kept else None
 
     def _made(self, session: Any) -> Plan | None:
-        shared = self._shared
-        options = PlanOptions(shared.room(), shared.store.budget, shared.prompt_policy(), self._may_stream, self._may_fold)
         try:
-            plan = planned(session.prompt.view().nodes, shared.host, self._find, options, session.prompt.may_run())
+            plan = self.planned(session.prompt.view().nodes, self._shared.prompt_policy(), session.prompt.may_run())
         except Exception:
             log.exception("Lazy H3: prompt %s could not be planned; each component is held as it fits.", session.prompt_id)
             return None
         for warning in plan.warnings:
             log.warning("Lazy H3: %s", warning)
         return plan
+
+    def planned(self, nodes: Mapping[str, Node], policy: Policy, may_run: Container[str] | None = None) -> Plan:
+        """The plan of these nodes, on this machine as it is now."""
+        shared = self._shared
+        options = PlanOptions(shared.room(), shared.store.budget, policy, self._may_stream, self._may_fold)
+        return planned(nodes, shared.host, self._find, options, may_run)
 
     def _find(self, key: Key) -> Component | None:
         return self._shared.catalogue.find(key)

@@ -311,9 +311,9 @@ def nodes_of_others(played: Scene) -> dict[str, type]:
         return (value,)
 
     def sampled_later(model: Any, value: Any, parent: str) -> tuple[str, Prompt]:
-        """A child that samples, and before it one that only passes the value on."""
+        """A child that samples, and before it one that makes it wait a moment."""
         first, child = (f"{parent}.0.0.{n}" for n in (0, 1))
-        return child, {first: node("Passes", value=value), child: node("Sample", model=model, value=[first, 0])}
+        return child, {first: node("Waits", value=value, seconds=0.001), child: node("Sample", model=model, value=[first, 0])}
 
     def expands(self: Any, model: Any, value: Any) -> dict[str, Any]:
         """Samples once, in a child."""

@@ -135,17 +135,22 @@ def stage(
     *models: Path,
     policy: Policy = "free",
     budget: int | None = None,
+    may_plan: bool = False,
     classes: Mapping[str, type] | None = None,
     **options: Any,
 ) -> Iterator[Stage]:
-    """A stage with these model folders (default: the tiny model's); ``options`` are those of the embedded host."""
+    """A stage with these model folders (default: the tiny model's); ``options`` are those of the embedded host.
+
+    Components are held whole and as they are stored unless plans may choose (``may_plan``).
+    """
     folders = {"output_directory": out, "input_directory": out / "input", "models": models or [tiny_models()]}
     catalogue, reads = shared_catalogue()
     reads.clear()
     kept: dict[str, Any] = {}
     classes = {**NODE_CLASS_MAPPINGS, "Keep": keeper(kept), **(classes or {})}
     with EmbeddedHost(classes, **{"seed": 0, **folders, **options}) as host, ExitStack() as closing:
-        runtime = Runtime(EmbeddedPort(host, CPU), Store(budget=budget), catalogue, policy)
+        store = Store(budget=budget)
+        runtime = Runtime(EmbeddedPort(host, CPU), store, catalogue, policy, may_stream=may_plan, may_fold=may_plan)
         closing.enter_context(installed(runtime))
         yield Stage(host, runtime, reads, kept)
 

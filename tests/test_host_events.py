@@ -120,7 +120,7 @@ def test_what_is_released_when_a_prompt_fails_belongs_to_it_and_what_comes_later
     prompt["fails"] = {"class_type": "Fails", "inputs": {"latent": ["7", 0], "dit": ["2", 0]}}
     with (
         EmbeddedHost({**NODE_CLASS_MAPPINGS, "Fails": Fails}, models=tiny_models(), output_directory=tmp_path) as host,
-        installed(Runtime(EmbeddedPort(host, CPU, lambda _, data: sent.append(data)))) as runtime,
+        installed(Runtime(EmbeddedPort(host, CPU, lambda _, data: sent.append(data)), policy="free")) as runtime,
     ):
         result = host.run(prompt)
         assert result.error.type == "ArithmeticError"

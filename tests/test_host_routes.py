@@ -17,7 +17,7 @@ from lazy_h3.host.comfy.routes import register
 from lazy_h3.host.routes import MAX_BODY_BYTES, routes
 from small_models import USERS, Stage, stage, text_to_video
 
-MEMORY, RELEASE = "/lazy_h3/memory", "/lazy_h3/release"
+MEMORY, RELEASE, PLAN = "/lazy_h3/memory", "/lazy_h3/release", "/lazy_h3/plan"
 JSON = {"Content-Type": "application/json"}
 
 
@@ -41,12 +41,12 @@ def get(running: Stage, **headers: str) -> tuple[int, Any]:
     return served(running, talk)
 
 
-def post(running: Stage, body: Any, **headers: str) -> tuple[int, Any]:
+def post(running: Stage, body: Any, path: str = RELEASE, **headers: str) -> tuple[int, Any]:
     """``body``: bytes, or what becomes JSON."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     async def talk(client: TestClient) -> tuple[int, Any]:
-        async with client.post(RELEASE, data=data, headers={**JSON, **headers}) as response:
+        async with client.post(path, data=data, headers={**JSON, **headers}) as response:
             return response.status, await response.json()
 
     return served(running, talk)
@@ -242,6 +242,40 @@ def test_only_this_machine_and_pages_of_the_same_server_are_answered(running, he
         assert is_allowed or found["error"]["type"] == "forbidden"
 
 
+def test_a_prompt_is_planned_from_headers_alone(running):
+    status, found = post(running, {"prompt": text_to_video()}, PLAN)
+    assert status == 200
+    assert found["status"] == "ok"
+    assert {component["name"] for component in found["components"]} == set(running.runtime.catalogue.kinds)
+    assert 0 < found["predicted_peak_bytes"] <= found["sum_bytes"]
+    assert running.runtime.store.live_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {},
+        {"1": {}},
+        {"1": {"class_type": "Unknown", "inputs": {"x": ["1", 0]}}},
+        {"1": {"class_type": "LazyH3Sampler", "inputs": {}}},
+        {"1": {"class_type": "LazyH3DiTLoader", "inputs": {"file": 7}}},
+        {"1": {"class_type": 5, "inputs": {}}, "2": None},
+    ],
+    ids=str,
+)
+def test_planning_never_fails_the_server_on_any_prompt(running, prompt):
+    status, found = post(running, {"prompt": prompt}, PLAN)
+    assert status in (200, 400)
+    assert status == 200 or found["error"]["type"] == "cannot_plan"
+
+
+@pytest.mark.parametrize("body", [{}, [], {"prompt": []}, b"{", {"prompt": None}], ids=str)
+def test_a_plan_request_without_a_prompt_is_refused_in_one_sentence(running, body):
+    status, found = post(running, body, PLAN)
+    assert status == 400
+    assert found["error"]["message"]
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """ComfyUI's module, with an instance of the server that only has a table of routes."""
@@ -256,7 +290,11 @@ def test_comfyui_gets_the_routes_once_however_often_the_pack_is_there(server, fu
     table.static("/extensions/other", ".")
     for _ in range(2):
         register(lambda: full.runtime)
-    assert [(r.method, r.path) for r in table if isinstance(r, web.RouteDef)] == [("GET", MEMORY), ("POST", RELEASE)]
+    assert [(r.method, r.path) for r in table if isinstance(r, web.RouteDef)] == [
+        ("GET", MEMORY),
+        ("POST", RELEASE),
+        ("POST", PLAN),
+    ]
 
     async def ask() -> Any:
         app = web.Application()

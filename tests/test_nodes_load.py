@@ -103,10 +103,8 @@ def test_a_file_in_the_wrong_loader_is_refused_with_the_name_of_the_right_one(ac
     path = tiny_models() / SINGLE_FILES[actual]
     with pytest.raises(CheckpointError) as caught:
         Catalogue().component(path, wanted, AS_STORED, CPU)
-    assert (
-        str(caught.value)
-        == f"{path}: is the {LOADERS[actual][0]}, not the {LOADERS[wanted][0]}; use the node {LOADERS[actual][1]}."
-    )
+    (found, node), (other, _) = LOADERS[actual], LOADERS[wanted]
+    assert str(caught.value) == f"{path}: is a checkpoint of the {found}, not a checkpoint of the {other}; use the node {node}."
 
 
 @pytest.mark.parametrize("kind", FILE_LOADERS)

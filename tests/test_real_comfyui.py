@@ -60,6 +60,17 @@ def workflow(**changes: Any) -> Prompt:
     return prompt
 
 
+def twin_branches(prompt: Prompt) -> Prompt:
+    """The graph with a second branch, nodes 105 to 111, that shares the loaders."""
+    branch = {node: f"1{node.zfill(2)}" for node in ("5", "6", "7", "8", "9", "10", "11")}
+    for node, twin in branch.items():
+        prompt[twin] = json.loads(json.dumps(prompt[node]))
+        inputs = prompt[twin]["inputs"]
+        inputs |= {name: [branch.get(v[0], v[0]), v[1]] for name, v in inputs.items() if isinstance(v, list)}
+    prompt["105"]["inputs"]["prompt"] = "Another."
+    return prompt
+
+
 def only_released_after(run: Run, last_users: dict[str, str]) -> bool:
     return run.releases() == {component: [node] for component, node in last_users.items()}
 
@@ -141,13 +152,7 @@ def test_two_equal_loaders_share_one_component(fresh: Server) -> None:
 
 
 def test_two_branches_through_all_models_take_one_load_of_each(fresh: Server) -> None:
-    prompt = workflow()
-    branch = {node: f"1{node.zfill(2)}" for node in ("5", "6", "7", "8", "9", "10", "11")}
-    for node, twin in branch.items():
-        prompt[twin] = json.loads(json.dumps(prompt[node]))
-        inputs = prompt[twin]["inputs"]
-        inputs |= {name: [branch.get(v[0], v[0]), v[1]] for name, v in inputs.items() if isinstance(v, list)}
-    prompt["105"]["inputs"]["prompt"] = "Another."
+    prompt = twin_branches(workflow())
     run = fresh.run(prompt)
     assert run.status == "execution_success"
     assert sorted(run.loads()) == sorted(EVERYTHING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -212,7 +213,7 @@ ROWS = {
         instead={"queued": {"te": "end"}, "nothing": {"te": "end"}},  # the output 7 was queued and never finishes
     ),
     "a component that nobody consumes": Row({**ONE_TEXT, "1": node("LoadBoth", name="te", other="spare")}, {"te": "4"}),
-    "used again much later": Row({**chain(), "3": node("Load", name="te")}, {"te": "4 6", "dit": "5"}),
+    "used again much later": Row({**chain(), "3": node("Load", name="te")}, {"te": "4 6", "dit": "5"}, at_once=2),
     "two branches that share all models": Row({**ONE_BRANCH, **LATE_BRANCH}, {"te": "4 14", "dit": "5 15", "vae": "6 16"}),
     "two branches of which one is cached": Row(
         {**ONE_BRANCH, **LATE_BRANCH},
@@ -284,3 +285,25 @@ def as_recorded(prompt: Prompt, recorded: Prompt) -> Prompt:
 @pytest.mark.parametrize("row", ROWS)
 def test_each_component_goes_with_its_last_user(row, cache, sees, kind):
     play(ROWS[row], kind, cache, sees)
+
+
+@pytest.mark.parametrize("kind", ["component", "foreign"])
+@pytest.mark.parametrize("row", ["linear chain", "partial execution", "vanished nodes", "everything cached", "expansion by link"])
+def test_a_host_that_shows_nothing_makes_releases_later_at_most(row, kind):
+    play(ROWS[row], kind, "ram", "nothing")
+
+
+def test_a_component_that_nobody_consumes_is_mentioned_once(caplog):
+    with scene() as played:
+        played.succeed(ROWS["a component that nobody consumes"].prompt)
+        warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert warnings == ["Lazy H3: spare is loaded by a node but used by none; it is never read."]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_no_other_prompt_is_warned_of(row, caplog):
+    if row == "a component that nobody consumes":
+        pytest.skip("warned of in the test above")
+    with scene() as played:
+        played.run(ROWS[row].prompt, **ROWS[row].options)
+        assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
