@@ -87,8 +87,9 @@ class Component:
         if streamed.is_possible:
             costs["streamed"] = streamed.cost()
         for mode, cost in costs.items():
-            resident = cost.resident + folding.table_bytes
-            costs[mode] = replace(cost, resident=resident, transient=transient + max(0, while_folding - resident))
+            resident, read = cost.resident + folding.table_bytes, cost.read_bytes(0) + folding.weight_bytes
+            more = max(0, while_folding - resident)
+            costs[mode] = replace(cost, resident=resident, transient=transient + more, read=read)
         return costs
 
     def resident_parts(self) -> Parts:

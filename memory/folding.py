@@ -108,6 +108,10 @@ class Folding:
         return {slot.name for slot in self.slots}
 
     @property
+    def weight_bytes(self) -> int:
+        return sum(slot.nbytes for slot in self.slots)
+
+    @property
     def table_bytes(self) -> int:
         return self._table_bytes(self._points)
 
@@ -121,7 +125,7 @@ class Folding:
 
     def pays_for(self, points: Points) -> bool:
         """Whether the tables for these points take less than the weights."""
-        return self._table_bytes(points) < sum(slot.nbytes for slot in self.slots)
+        return self._table_bytes(points) < self.weight_bytes
 
     def fold(self, points: Points | None = None) -> None:
         """Compute all tables, for other points if any are given. What the features need must be filled.

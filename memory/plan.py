@@ -149,28 +149,33 @@ class _Draft:
         self._items = sorted(used, key=lambda item: self._interval(item)[0])
 
     def refusal(self) -> Refusal | None:
-        """The stage and item that cannot fit even when each item is as small as it can be."""
-        misfits: list[tuple[int, int, Item | None]] = []
+        """The stage that falls shortest when each item is as small as it can be."""
+        choices = [self._smallest(item) for item in self._items]
+        misfits = []
         for number, limit in enumerate(self._limits):
-            live = self._live(number)
-            need = sum(self._smallest(item) for item in live) + max((self._transient(item) for item in live), default=0)
+            need = self._total(number, choices)
             if limit is not None and (limit <= 0 or need > limit):
-                misfits.append((need, number, max(live, key=self._smallest, default=None)))
+                misfits.append((need - limit, number, need))
         if not misfits:
             return None
-        need, number, item = max(misfits, key=lambda misfit: misfit[0])
-        return self._refused(number, need, item)
+        _, number, need = max(misfits)
+        return self._refused(number, need, choices)
 
     def kept(self, policy: Policy) -> list[Choice]:
-        """Choices with as much kept for the next prompt as the policy wants and the room allows, dearest reload first."""
-        chosen = self._fitted({})
+        """Choices with as much kept for the next prompt as the policy wants and the room allows, dearest reload first.
+
+        What is kept saves one reload. So nothing is kept that would make others pass through memory once more.
+        """
+        chosen = self._fitted(frozenset())
         if policy == "free":
             return chosen
-        keep: dict[Key, Item] = {}
         for item in sorted(self._items, key=lambda item: -item.whole.resident):
-            if self._fits_kept({**keep, item.key: item}):
-                keep[item.key] = item
-        return self._fitted(keep)
+            keys = {choice.item.key for choice in chosen if choice.is_kept} | {item.key}
+            trial = self._fitted(frozenset(keys))
+            pairs = zip(trial, chosen, strict=True)
+            if self._fits(trial) and all(new.is_kept or new.read_bytes <= old.read_bytes for new, old in pairs):
+                chosen = trial
+        return chosen
 
     def peak(self, choices: Sequence[Choice]) -> tuple[int, str | None]:
         """The most that is resident at any stage, with what a fill takes on top."""
@@ -180,82 +185,58 @@ class _Draft:
         highest = max(range(len(totals)), key=totals.__getitem__)
         return totals[highest], self._stages[highest].node
 
-    def _fitted(self, keep: Mapping[Key, Item]) -> list[Choice]:
-        """A mode for every item: the comfortable one, then the largest are streamed until every stage fits."""
-        choices = [self._comfortable(item, item.key in keep) for item in self._items]
-        for number, limit in enumerate(self._limits):
-            while limit is not None and self._total(number, choices) > limit:
-                position = self._largest_streamable(number, choices)
-                if position is None:
-                    break
-                choices[position] = self._least(choices[position])
-        return [self._grown(choice, choices) for choice in choices]
+    def _fitted(self, keep: frozenset[Key]) -> list[Choice]:
+        """A mode for every item: all as small as can be at first, then grown where there is room, what runs most often first."""
+        choices = {i.key: self._whole(i, is_kept=True) if i.key in keep else self._smallest(i) for i in self._items}
+        for item in sorted(self._items, key=lambda item: -self._passes(item)):
+            if item.key not in keep:
+                choices[item.key] = self._grown(item, choices)
+        return list(choices.values())
 
-    def _comfortable(self, item: Item, is_kept: bool) -> Choice:
-        runs_once = self._passes(item) == 1 and self._streams_single_passes
-        if runs_once and not is_kept and "streamed" in item.costs and self._may_stream(item):
-            return self._streamed(item, 0, "it runs once, and one pass is one read either way")
+    def _grown(self, item: Item, choices: Mapping[Key, Choice]) -> Choice:
+        """The item as it is held best in the room that the others leave it at every stage."""
+        least, whole = choices[item.key], self._whole(item)
+        passes = self._passes(item)
+        if least.mode == "whole" or (passes == 1 and self._streams_single_passes):
+            return least
+        if self._fits(list({**choices, item.key: whole}.values())):
+            return whole
+        if passes == 1:
+            return self._streamed(item, 0, "it does not fit whole")
+        cost = item.costs["streamed"]
+        held = cost.num_held(self._spare(least, list(choices.values())))
+        return self._streamed(item, held, f"it does not fit whole; {held} of {cost.num_blocks} blocks are held")
+
+    def _smallest(self, item: Item) -> Choice:
+        streamed = item.costs.get("streamed")
+        if streamed is None or not self._may_stream(item) or streamed.resident >= item.whole.resident:
+            return self._whole(item)
+        return self._streamed(item, 0, "it runs once, and one pass is one read either way")
+
+    def _whole(self, item: Item, is_kept: bool = False) -> Choice:
         reason = "it fits whole" + (" and stays for the next prompt" if is_kept else "")
-        first, last = self._interval(item)
-        whole = item.whole
-        return Choice(item, "whole", whole.resident, whole.transient, first, last, whole.resident, is_kept=is_kept, reason=reason)
+        return self._chosen(item, "whole", item.whole, reason=reason, is_kept=is_kept)
 
     def _streamed(self, item: Item, num_held: int, reason: str) -> Choice:
-        cost = item.costs["streamed"]
+        return self._chosen(item, "streamed", item.costs["streamed"].holding(num_held), num_held, reason)
+
+    def _chosen(self, item: Item, mode: Mode, cost: Cost, num_held: int = 0, reason: str = "", is_kept: bool = False) -> Choice:
         first, last = self._interval(item)
-        passing = cost.reread_per_pass - num_held * cost.block_bytes
-        read = cost.resident + num_held * cost.block_bytes + passing * self._passes(item)
-        resident = cost.resident + num_held * cost.block_bytes
-        return Choice(item, "streamed", resident, cost.transient, first, last, read, num_held, False, reason)
+        read = cost.read_bytes(self._passes(item))
+        return Choice(item, mode, cost.resident, cost.transient, first, last, read, num_held, is_kept, reason)
 
-    def _least(self, choice: Choice) -> Choice:
-        return self._streamed(choice.item, 0, "it does not fit whole")
+    def _fits(self, choices: Sequence[Choice]) -> bool:
+        return all(limit is None or self._total(number, choices) <= limit for number, limit in enumerate(self._limits))
 
-    def _grown(self, choice: Choice, choices: Sequence[Choice]) -> Choice:
-        """A streamed item that does not run just once holds as many blocks as there is room for, at every stage it is there."""
-        cost = choice.item.costs.get("streamed")
-        if choice.mode != "streamed" or cost is None or cost.block_bytes == 0 or self._passes(choice.item) == 1:
-            return choice
-        spare = [self._limits[n] for n in range(choice.first, choice.last + 1)]
-        totals = [self._total(n, choices) for n in range(choice.first, choice.last + 1)]
-        free = min((limit - total for limit, total in zip(spare, totals, strict=True) if limit is not None), default=0)
-        held = min(free // cost.block_bytes, cost.num_blocks)
-        return self._streamed(choice.item, held, f"it does not fit whole; {held} of {cost.num_blocks} blocks are held")
-
-    def _largest_streamable(self, number: int, choices: Sequence[Choice]) -> int | None:
-        able = [
-            position
-            for position, choice in enumerate(choices)
-            if choice.mode == "whole" and "streamed" in choice.item.costs and self._may_stream(choice.item)
-            if choice.is_kept or choice.first <= number <= choice.last
-        ]
-        return max(able, key=lambda position: choices[position].resident_bytes, default=None)
-
-    def _fits_kept(self, keep: Mapping[Key, Item]) -> bool:
-        """Whether these can stay through every stage, beside what each stage needs at least."""
-        for number, limit in enumerate(self._limits):
-            if limit is None:
-                continue
-            others = [item for item in self._live(number) if item.key not in keep]
-            total = sum(item.whole.resident for item in keep.values()) + sum(self._smallest(item) for item in others)
-            transient = max((self._transient(item) for item in [*keep.values(), *others]), default=0)
-            if total + transient > limit:
-                return False
-        return True
+    def _spare(self, choice: Choice, choices: Sequence[Choice]) -> int:
+        """Bytes that are free at every stage of one of the choices."""
+        stages = range(choice.first, choice.last + 1)
+        return min((limit - self._total(n, choices) for n in stages if (limit := self._limits[n]) is not None), default=0)
 
     def _total(self, number: int, choices: Sequence[Choice]) -> int:
         live = [choice for choice in choices if choice.is_kept or choice.first <= number <= choice.last]
         filling = [choice.transient_bytes for choice in live if choice.first == number]
         return sum(choice.resident_bytes for choice in live) + max(filling, default=0)
-
-    def _live(self, number: int) -> list[Item]:
-        return [item for item in self._items if self._interval(item)[0] <= number <= self._interval(item)[1]]
-
-    def _smallest(self, item: Item) -> int:
-        return item.smallest_bytes if self._may_stream(item) else item.whole.resident
-
-    def _transient(self, item: Item) -> int:
-        return min(cost.transient for cost in item.costs.values())
 
     def _uses(self, item: Item) -> list[Use]:
         return [use for stage in self._stages for use in stage.uses if use.key == item.key]
@@ -270,19 +251,21 @@ class _Draft:
         stages = [n for n, stage in enumerate(self._stages) if any(use.key == item.key for use in stage.uses)]
         return stages[0], stages[-1]
 
-    def _refused(self, number: int, need: int, item: Item | None) -> Refusal:
+    def _refused(self, number: int, need: int, choices: Sequence[Choice]) -> Refusal:
         stage, limit = self._stages[number], self._limits[number] or 0
-        have = max(0, limit)
-        if item is None or limit <= 0:
+        live = [choice for choice in choices if choice.first <= number <= choice.last]
+        if not live or limit <= 0:
             activations = shown_bytes(stage.activation_bytes)
             message = (
                 f"The activations of node {stage.node} take {activations}, which leaves no room for weights; "
                 "choose a smaller picture or a shorter clip."
             )
-            return Refusal(item.name if item else "activations", stage.node, need, have, message)
-        smallest = ", ".join(f"{i.name} {shown_bytes(self._smallest(i))}" for i in self._items)
+            return Refusal(live[0].item.name if live else "activations", stage.node, need, max(0, limit), message)
+        item, *others = sorted((choice.item for choice in live), key=lambda item: -self._smallest(item).resident_bytes)
+        beside = f" together with {', '.join(other.name for other in others)}" if others else ""
+        smallest = ", ".join(f"{choice.item.name} {shown_bytes(choice.resident_bytes)}" for choice in choices)
         message = (
-            f"{item.name} needs at least {shown_bytes(need)} and {shown_bytes(have)} are available for weights; "
+            f"{item.name} needs at least {shown_bytes(need)}{beside} and {shown_bytes(limit)} are available for weights; "
             f"give it {shown_bytes(need)} or use a smaller file (smallest possible: {smallest})."
         )
-        return Refusal(item.name, stage.node, need, have, message)
+        return Refusal(item.name, stage.node, need, limit, message)

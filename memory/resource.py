@@ -29,7 +29,9 @@ class Identity:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one mode: what stays, what filling needs on top for a moment, what every further pass reads again.
+    """Bytes of one mode: what stays, what filling needs on top for a moment, what every pass reads again.
+
+    ``read``: what filling reads, None for what stays.
 
     Streamed: ``resident`` is the least there can be. Each of ``num_blocks`` blocks that is held costs ``block_bytes`` more and is
     not read again; the last ``ring_blocks`` of them take the room of the ring, which nothing passes through then.
@@ -41,6 +43,7 @@ class Cost:
     block_bytes: int = 0
     num_blocks: int = 0
     ring_blocks: int = 0
+    read: int | None = None
 
     def num_held(self, spare: int) -> int:
         """How many blocks can be held in this many bytes more."""
@@ -54,11 +57,20 @@ class Cost:
             self,
             resident=self.resident + beside_ring * self.block_bytes,
             reread_per_pass=self.reread_per_pass - num_held * self.block_bytes,
+            read=self._filling_reads + num_held * self.block_bytes,
         )
 
     def granted(self, grant: int | None) -> Cost:
         """The cost with as many blocks held as ``grant`` resident bytes allow."""
         return self if grant is None else self.holding(self.num_held(grant - self.resident))
+
+    def read_bytes(self, num_passes: int) -> int:
+        """What is read in all."""
+        return self._filling_reads + num_passes * self.reread_per_pass
+
+    @property
+    def _filling_reads(self) -> int:
+        return self.resident if self.read is None else self.read
 
 
 @dataclass(frozen=True)

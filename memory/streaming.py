@@ -216,7 +216,7 @@ class StreamedFill:
         rings = sum(RING_SLOTS * found.block_bytes for found in self._lists)
         reread = sum(len(found.blocks) * found.block_bytes for found in self._lists)
         main = self._lists[0]
-        return Cost(rest + rings, 0, reread, main.block_bytes, len(main.blocks), RING_SLOTS)
+        return Cost(rest + rings, 0, reread, main.block_bytes, len(main.blocks), RING_SLOTS, read=rest)
 
     def staying(self, grant: int | None) -> list[Slot]:
         """Slots that are read now and stay; within ``grant`` bytes as many blocks of the largest list as fit."""

@@ -155,7 +155,7 @@ def test_release_now_says_what_to_do_when_it_gets_no_handle(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("general", "asked", "left"), [("free", "keep", set(USERS)), ("keep", "free", set()), ("keep", "auto", set())]
+    ("general", "asked", "left"), [("free", "keep", set(USERS)), ("keep", "free", set()), ("free", "auto", set(USERS))]
 )
 def test_a_policy_node_takes_the_place_of_the_general_policy_for_its_prompts(tmp_path, general, asked, left):
     with stage(tmp_path, policy=general) as running:
