@@ -130,7 +130,7 @@ class Folding:
     def fold(self, points: Points | None = None) -> None:
         """Compute all tables, for other points if any are given. What the features need must be filled.
 
-        Whoever computes meanwhile gets right answers, and so does everybody if this fails halfway: each sub-module knows its rows.
+        Who computes meanwhile gets right answers, and so does everybody if this fails halfway: each sub-module knows its rows.
         """
         points = tuple(dict.fromkeys(self._points if points is None else points))
         if self._modules:

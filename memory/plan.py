@@ -49,11 +49,6 @@ class Item:
     def whole(self) -> Cost:
         return self.costs["whole"]
 
-    @property
-    def smallest_bytes(self) -> int:
-        """The least that can be resident in any mode."""
-        return min(cost.resident for cost in self.costs.values())
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -253,7 +248,7 @@ class _Draft:
 
     def _refused(self, number: int, need: int, choices: Sequence[Choice]) -> Refusal:
         stage, limit = self._stages[number], self._limits[number] or 0
-        live = [choice for choice in choices if choice.first <= number <= choice.last]
+        live = sorted((c for c in choices if c.first <= number <= c.last), key=lambda choice: -choice.resident_bytes)
         if not live or limit <= 0:
             activations = shown_bytes(stage.activation_bytes)
             message = (
@@ -261,7 +256,7 @@ class _Draft:
                 "choose a smaller picture or a shorter clip."
             )
             return Refusal(live[0].item.name if live else "activations", stage.node, need, max(0, limit), message)
-        item, *others = sorted((choice.item for choice in live), key=lambda item: -self._smallest(item).resident_bytes)
+        item, *others = [choice.item for choice in live]
         beside = f" together with {', '.join(other.name for other in others)}" if others else ""
         smallest = ", ".join(f"{choice.item.name} {shown_bytes(choice.resident_bytes)}" for choice in choices)
         message = (

@@ -7,7 +7,6 @@ samplings, and those before all decodes, as far as the wiring allows: 3 loads. P
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 
@@ -126,5 +125,8 @@ class Turnstile:
     async def _wait_for(self, node: str) -> None:
         """Until the node starts or finishes, or a round is over."""
         bell = self._bells.setdefault(node, asyncio.Event())
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(bell.wait(), ROUND_SECONDS)
+        ringing = asyncio.ensure_future(bell.wait())
+        try:  # not wait_for: before Python 3.12 it swallows a cancellation that comes together with the bell
+            await asyncio.wait({ringing}, timeout=ROUND_SECONDS)
+        finally:
+            ringing.cancel()

@@ -9,8 +9,6 @@ from small_models import DECODE_AUDIO, DECODE_VIDEO, ENCODE, SAMPLER, USERS, sta
 STEPS = 4
 FRAMES = 56  # several windows
 PROMPT = text_to_video({"6.duration": FRAMES, "7.steps": STEPS})
-SILENT = {node: spec for node, spec in PROMPT.items() if node not in ("4", DECODE_AUDIO, "audio")}
-PROMPTS = {"video_vae": SILENT, DECODE_VIDEO: SILENT}  # the video decoder alone, whatever else would wait for its turn meanwhile
 
 
 class Progress:
@@ -87,7 +85,7 @@ def test_an_interrupt_while_loading_leaves_nothing_and_does_no_harm(running, und
             running.host.interrupt()
 
     with running.ledger.observed(observe):
-        assert_interrupted(running, USERS[kind], PROMPTS.get(kind, PROMPT))
+        assert_interrupted(running, USERS[kind], PROMPT)
     assert running.happened("load_end")[-1] == (kind, USERS[kind])
     assert [e.bytes for e in running.ledger.events if e.event == "load_end"][-1] == 0
     assert_undisturbed(running, undisturbed)
@@ -105,7 +103,7 @@ POINTS = {
 def test_an_interrupt_inside_a_node_leaves_nothing_and_does_no_harm(running, undisturbed, point):
     node, is_point = POINTS[point]
     progress = Progress(running, node, is_point)
-    assert_interrupted(running, node, PROMPTS.get(node, PROMPT))
+    assert_interrupted(running, node, PROMPT)
     value, total = progress.interrupted_at
     assert progress.reports[node][-1] == (value, total)  # it went no further
     assert value < total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -60,6 +61,7 @@ def _huggingface_recipe(name: str) -> Recipe:
     return weight_norm_folded(f"{name}_v", f"{name}_g") if NORMED.fullmatch(name) else copied(name)
 
 
+@functools.lru_cache(maxsize=8)
 def _shapes(config: AudioVAEConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in AudioVAE(config).state_dict().items()}

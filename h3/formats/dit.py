@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -168,6 +169,7 @@ def _measured_time(header: Header) -> dict[str, Any]:
     }
 
 
+@functools.lru_cache(maxsize=8)
 def _shapes(config: DiTConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in dit_class(config)(config).state_dict().items()}

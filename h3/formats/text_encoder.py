@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -76,6 +77,7 @@ def _copied(shapes: Shapes, spelling: Callable[[str], str]) -> dict[str, Recipe]
     return {name: copied(spelling(name)) for name in shapes}
 
 
+@functools.lru_cache(maxsize=8)
 def _shapes(config: TextEncoderConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in TextEncoder(config).state_dict().items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ def recipes(config: TinyVAEConfig, layout: str) -> dict[str, Recipe]:
     return {name: copied(name) for name in _shapes(config)}
 
 
+@functools.lru_cache(maxsize=8)
 def _shapes(config: TinyVAEConfig, parts: tuple[str, ...] = tuple(TinyVAE.PARTS)) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in TinyVAE(config, parts).state_dict().items()}

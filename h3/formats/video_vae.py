@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -78,6 +79,7 @@ def _huggingface_recipe(name: str, num_rows: int, config: VideoVAEConfig) -> Rec
     return copied(huggingface_name(name))
 
 
+@functools.lru_cache(maxsize=8)
 def _shapes(config: VideoVAEConfig, parts: tuple[str, ...] = tuple(VideoVAE.PARTS)) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in VideoVAE(config, parts).state_dict().items()}
