@@ -195,18 +195,17 @@ def _make_checkpoint(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from .commands import bench
-    from .commands.bench_run import bench_run
+    from .commands import bench, bench_run
     from .commands.demo import cache_folder
 
     folder = options.dir or cache_folder()
     if options.what == "run":
-        found = bench_run(folder, options.scale, options.repeat)
+        found, lines = bench_run.bench_run(folder, options.scale, options.repeat), bench_run.shown
     else:
         path = bench.make_file(folder / f"bench-{options.size}.safetensors", options.size)
         measure = bench.bench_load if options.what == "load" else bench.bench_release
-        found = measure(path, options.repeat)
-    _print(found, bench.shown(found), options.json)
+        found, lines = measure(path, options.repeat), bench.shown
+    _print(found, lines(found), options.json)
     return OK if found["ok"] else FAILED
 
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
 
 from ..memory import device
+from ..memory.plan import Policy
 from .bench import MIB, figures, sampled
 from .demo import WORKFLOW
 from .make_checkpoint import make_checkpoint
@@ -29,6 +32,7 @@ from .run import RunOptions, hosted, load_workflow
 SAMPLE_SECONDS = 0.01
 SAMPLER = "7"
 PROMPT = "5"
+BUDGET_PARTS = (3, 8)
 
 
 class LatentHash:
@@ -49,66 +53,96 @@ class LatentHash:
         return {"result": ()}
 
 
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the workflow. ``is_plain``: whole, not folded; ``is_warm``: everything is resident before it starts."""
+
+    policy: Policy = "free"
+    is_plain: bool = False
+    is_warm: bool = False
+    budget: int | None = None
+
+
 def bench_run(folder: Path, scale: float, repeats: int) -> dict[str, Any]:
-    """Peak memory at policy free beside the largest component and the activations; equal latents at policy keep; no drift."""
+    """A workflow at several policies and budgets: growth of the process, equal latents, predicted beside measured.
+
+    Activations are the growth inside each node with its component resident before, measured in a process of their own.
+    """
     models = folder / f"replica-{scale:g}"
     if not models.is_dir():
         make_checkpoint(models, replica(scale))
-    free, peak = _watched_child(models, "free", repeats)
-    keep, _ = _watched_child(models, "keep", repeats)
-    growth = peak - free["rss_before_bytes"]
+    warm, _ = _watched_child(models, Variant("keep", is_plain=True, is_warm=True), 1)
+    activations = max(warm["activation_bytes"].values())
+    keep, keep_growth = _watched_child(models, Variant("keep", is_plain=True), repeats)
+    free, free_growth = _watched_child(models, Variant("free", is_plain=True), repeats)
+    planned, planned_growth = _watched_child(models, Variant("free"), repeats)
+    total = keep["peak_resident_bytes"]
+    budgets = {f"1/{part} of the sum": total // part for part in BUDGET_PARTS}
+    limited = {name: _watched_child(models, Variant("free", budget=nbytes), repeats) for name, nbytes in budgets.items()}
     drift = free["rss_after_bytes"][-1] - free["rss_after_bytes"][0]
-    activations = max(keep["activation_bytes"].values())
-    values = {
-        "sum_bytes": free["sum_bytes"],
-        "largest_bytes": free["largest_bytes"],
-        "peak_resident_bytes": free["peak_resident_bytes"],
-        "keep_peak_resident_bytes": keep["peak_resident_bytes"],
-        "activation_bytes": activations,
-        "rss_growth_bytes": growth,
-        "drift_after_run_1_bytes": drift,
-        "activations_by_node": keep["activation_bytes"],
-        "free_seconds": free["seconds"],
-        "keep_seconds": keep["seconds"],
+    rows = {"keep, whole": (keep, keep_growth), "free, whole": (free, free_growth), "free": (planned, planned_growth), **limited}
+    checks = {
+        "free, whole: growth <= 1.1 x largest + activations": free_growth <= 1.1 * free["largest_bytes"] + activations,
+        "free, whole: peak resident == largest < sum": free["peak_resident_bytes"] == free["largest_bytes"] < free["sum_bytes"],
+        "free, whole: no growth beyond 64 MiB after run 1": drift <= 64 * MIB,
+        "all latents are bit-identical": all(found["latents"] == keep["latents"] for found, _ in rows.values()),
     }
-    return figures(
-        values,
-        {
-            "growth <= 1.1 x largest + activations": growth <= 1.1 * free["largest_bytes"] + activations,
-            "latents of free and keep are bit-identical": free["latents"] == keep["latents"],
-            "peak resident == largest < sum": free["peak_resident_bytes"] == free["largest_bytes"] < free["sum_bytes"],
-            "no growth beyond 64 MiB after run 1": drift <= 64 * MIB,
-        },
-    )
+    for name, nbytes in budgets.items():
+        found, growth = limited[name]
+        checks[f"{name}: weights stay under the budget at every event"] = found["peak_resident_bytes"] <= nbytes
+        checks[f"{name}: growth <= budget + activations + 64 MiB"] = growth <= nbytes + activations + 64 * MIB
+    for name, (found, _) in rows.items():
+        error = abs(found["predicted_peak_bytes"] / found["peak_resident_bytes"] - 1)
+        checks[f"{name}: predicted peak within 5 % of measured"] = error <= 0.05
+    table = {name: {**found, "growth_bytes": growth} for name, (found, growth) in rows.items()}
+    return figures({"activation_bytes": activations, "activations_by_node": warm["activation_bytes"], "rows": table}, checks)
 
 
-def _watched_child(models: Path, policy: str, repeats: int) -> tuple[dict[str, Any], int]:
-    """What the child reports, and its peak resident memory as seen from here."""
-    command = [sys.executable, "-m", __spec__.name, str(models), policy, str(repeats)]
+def shown(found: dict[str, Any]) -> Iterator[str]:
+    """The figures as lines for people."""
+    yield f"activations: {found['activation_bytes'] / MIB:.0f} MiB (separately measured, largest node)"
+    for name, row in found["rows"].items():
+        predicted, peak, growth = (row[key] / MIB for key in ("predicted_peak_bytes", "peak_resident_bytes", "growth_bytes"))
+        seconds = ", ".join(f"{value:.1f}" for value in row["seconds"])
+        yield f"{name:16} weights {peak:7.0f} MiB (predicted {predicted:7.0f}), process grew {growth:7.0f} MiB, runs {seconds} s"
+    for check, passed in found["checks"].items():
+        yield f"{'ok  ' if passed else 'FAIL'} {check}"
+
+
+def _watched_child(models: Path, variant: Variant, repeats: int) -> tuple[dict[str, Any], int]:
+    """What the child reports, and how much its anonymous memory grew at most, as seen from here."""
+    command = [sys.executable, "-m", __spec__.name, str(models), json.dumps(asdict(variant)), str(repeats)]
     peak = 0
     with tempfile.TemporaryFile("w+") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL) as child:
-        process = psutil.Process(child.pid)
         while child.poll() is None:
-            peak = max(peak, process.memory_info().rss)
+            peak = max(peak, _anonymous_bytes(child.pid))
             time.sleep(SAMPLE_SECONDS)
         output.seek(0)
         if child.returncode:
-            raise RuntimeError(
-                f"The measured run with policy {policy} failed; run the same workflow with lazy-h3 run to see why."
-            )
-        return json.load(output), peak
+            raise RuntimeError(f"The measured run {variant} failed; run the same workflow with lazy-h3 run to see why.")
+        found = json.load(output)
+    return found, peak - found["anonymous_before_bytes"]
 
 
-def measure(models: Path, policy: str, repeats: int) -> dict[str, Any]:
+def _anonymous_bytes(pid: int) -> int:
+    """Resident memory of a process that no file backs; all of its resident memory where the system does not tell."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it has just ended, or there is no /proc
+        return psutil.Process(pid).memory_info().rss if psutil.pid_exists(pid) else 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:")), 0)
+
+
+def measure(models: Path, variant: Variant, repeats: int) -> dict[str, Any]:
     """Run the workflow ``repeats`` times with new prompts and seeds."""
     prompt = load_workflow(WORKFLOW)
     prompt["hash"] = {"class_type": "LatentHash", "inputs": {"latent": [SAMPLER, 0]}}
-    found: dict[str, Any] = {"rss_after_bytes": [], "seconds": [], "activation_bytes": {}}
-    with tempfile.TemporaryDirectory() as out, hosted(RunOptions(Path(out), [models], policy=policy)) as (host, shared):
+    found: dict[str, Any] = {"rss_after_bytes": [], "seconds": []}
+    with tempfile.TemporaryDirectory() as out, hosted(_options(variant, Path(out), models)) as (host, shared):
         host.node_classes["LatentHash"] = LatentHash
-        if policy == "keep":
+        if variant.is_warm:
             _fill_all(host, shared, prompt)
-        found["rss_before_bytes"] = device.process_bytes()
+        found["anonymous_before_bytes"] = _anonymous_bytes(os.getpid())
         for number in range(repeats):
             prompt[PROMPT]["inputs"]["prompt"] = f"Take {number} of a cat on a windowsill."
             prompt[SAMPLER]["inputs"]["seed"] = number
@@ -119,16 +153,21 @@ def measure(models: Path, policy: str, repeats: int) -> dict[str, Any]:
                 raise RuntimeError(result.error.message)
             found["seconds"].append(time.perf_counter() - began)
             found["rss_after_bytes"].append(device.process_bytes())
-            if number == 0:
-                found["activation_bytes"] = growth  # only with policy keep: everything was resident before
-        ledger = shared.store.ledger
+        found["activation_bytes"] = growth
+        plan, ledger = shared.plan(), shared.store.ledger
         sizes = _sizes(ledger.events)
         found |= {
+            "predicted_peak_bytes": plan.peak_bytes if plan else 0,
             "peak_resident_bytes": ledger.peak_bytes,
-            "largest_bytes": max(sizes.values()),
+            "largest_bytes": max(sizes.values(), default=0),
             "sum_bytes": sum(sizes.values()),
         }
     return found | {"latents": LatentHash.found}
+
+
+def _options(variant: Variant, out: Path, models: Path) -> RunOptions:
+    may_plan = not variant.is_plain
+    return RunOptions(out, [models], variant.budget, variant.policy, may_stream=may_plan, may_fold=may_plan)
 
 
 def _fill_all(host: Any, shared: Any, prompt: Mapping[str, Any]) -> None:
@@ -176,4 +215,4 @@ def _node_growth(host: Any) -> Iterator[Mapping[str, int]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))))
+    print(json.dumps(measure(Path(sys.argv[1]), Variant(**json.loads(sys.argv[2])), int(sys.argv[3]))))

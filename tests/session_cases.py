@@ -8,7 +8,7 @@ import functools
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,13 +151,17 @@ class Resources(dict[str, Resource]):
 
 @dataclass
 class Scene:
-    """A host with our kind of nodes and those of other packs. ``kept``: what nodes "Show" were given in the last run."""
+    """A host with our kind of nodes and those of other packs.
+
+    ``kept``: what nodes "Show" were given in the last run. ``during(node)`` happens while a node has a model in use.
+    """
 
     host: EmbeddedHost
     runtime: Runtime
     resources: Resources
     record: Record
     kept: dict[str, Any] = field(default_factory=dict)
+    during: Callable[[str], object] = lambda node: None
 
     @property
     def store(self) -> Store:
@@ -199,9 +203,8 @@ class Scene:
         context = get_executing_context()
         owner = None if context is None else (context.prompt_id, context.node_id)
         with wire.use(node=owner) as model, torch.inference_mode():
-            result = model(x)
-            self.executing()
-            return result.clone()
+            self.during(self.executing())
+            return model(x).clone()
 
 
 @contextmanager
