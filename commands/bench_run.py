@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ from .presets import replica
 from .run import RunOptions, hosted, load_workflow
 
 SAMPLE_SECONDS = 0.01
+ANONYMOUS = "RssAnon"  # resident memory that no file backs
+MAX_ERROR = 2000
 SAMPLER = "7"
 PROMPT = "5"
 BUDGET_PARTS = (3, 8)
@@ -110,27 +112,38 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _watched_child(models: Path, variant: Variant, repeats: int) -> tuple[dict[str, Any], int]:
-    """What the child reports, and how much its anonymous memory grew at most, as seen from here."""
-    command = [sys.executable, "-m", __spec__.name, str(models), json.dumps(asdict(variant)), str(repeats)]
+    return watched([sys.executable, "-m", __spec__.name, str(models), json.dumps(asdict(variant)), str(repeats)])
+
+
+def watched(command: Sequence[str]) -> tuple[dict[str, Any], int]:
+    """What a measuring process prints as JSON, and how much its anonymous memory grew at most, as seen from here.
+
+    The growth is over ``anonymous_before_bytes`` of what it prints. Raises RuntimeError with its last words if it fails.
+    """
     peak = 0
-    with tempfile.TemporaryFile("w+") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL) as child:
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=output, stderr=errors) as child,
+    ):
         while child.poll() is None:
-            peak = max(peak, _anonymous_bytes(child.pid))
+            peak = max(peak, status_bytes(child.pid, ANONYMOUS))
             time.sleep(SAMPLE_SECONDS)
         output.seek(0)
+        errors.seek(0)
         if child.returncode:
-            raise RuntimeError(f"The measured run {variant} failed; run the same workflow with lazy-h3 run to see why.")
+            raise RuntimeError(f"The measuring process failed:\n{errors.read()[-MAX_ERROR:]}")
         found = json.load(output)
     return found, peak - found["anonymous_before_bytes"]
 
 
-def _anonymous_bytes(pid: int) -> int:
-    """Resident memory of a process that no file backs; all of its resident memory where the system does not tell."""
+def status_bytes(pid: int, field: str) -> int:
+    """A size that the system states of a process; all of its resident memory where it states none."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:  # it has just ended, or there is no /proc
         return psutil.Process(pid).memory_info().rss if psutil.pid_exists(pid) else 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:")), 0)
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:")), 0)
 
 
 def measure(models: Path, variant: Variant, repeats: int) -> dict[str, Any]:
@@ -142,7 +155,7 @@ def measure(models: Path, variant: Variant, repeats: int) -> dict[str, Any]:
         host.node_classes["LatentHash"] = LatentHash
         if variant.is_warm:
             _fill_all(host, shared, prompt)
-        found["anonymous_before_bytes"] = _anonymous_bytes(os.getpid())
+        found["anonymous_before_bytes"] = status_bytes(os.getpid(), ANONYMOUS)
         for number in range(repeats):
             prompt[PROMPT]["inputs"]["prompt"] = f"Take {number} of a cat on a windowsill."
             prompt[SAMPLER]["inputs"]["seed"] = number

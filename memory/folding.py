@@ -78,12 +78,11 @@ class FoldedModule:
                     slot.clear()
 
     def _read(self) -> None:
-        with torch.inference_mode(False):
-            tensors = {s.name: torch.empty(s.shape, dtype=s.dtype, device=self._source.device) for s in self.slots}
-            self._storages.add(tensors.values())
-            self._source.read(tensors)
-            for slot in self.slots:
-                slot.put(tensors[slot.name])
+        tensors = {slot.name: self._source.blank(slot.shape, slot.dtype) for slot in self.slots}
+        self._storages.add(tensors.values())
+        self._source.read(tensors)
+        for slot in self.slots:
+            slot.put(tensors[slot.name])
 
 
 class Folding:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
@@ -12,28 +10,42 @@ from .skeleton import Slot
 from .source import WeightSource
 
 
+class FileEmbedding(nn.Embedding):
+    """What an ``nn.Embedding`` is while its table stays in the file."""
+
+    gathered: GatheredEmbedding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.gathered.looked_up(ids)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The table itself, read for this one use."""
+        return self.gathered.table()
+
+
 class GatheredEmbedding:
-    """Answers for an ``nn.Embedding`` whose table stays in the file, from ``open`` to ``close``.
+    """Answers for an ``nn.Embedding`` from the file, from ``open`` to ``close``."""
 
-    A model that asks for the table itself (``weight``) gets it, read for this one use.
-    """
-
-    def __init__(self, module: nn.Embedding, slot: Slot, source: WeightSource) -> None:
-        self._module = module
+    def __init__(self, slot: Slot, source: WeightSource) -> None:
         self._slot = slot
         self._source = source
 
+    @staticmethod
+    def is_possible(slot: Slot, source: WeightSource) -> bool:
+        """Whether the slot is the table of a module that does nothing but look its rows up."""
+        module = slot.owner
+        return type(module) in (nn.Embedding, FileEmbedding) and module.max_norm is None and source.can_gather(slot)
+
     def open(self) -> None:
-        members: dict[str, Any] = {
-            "forward": lambda _, ids: self._looked_up(ids),
-            "weight": property(lambda _: self._table()),
-        }
-        self._module.__class__ = type("GatheredEmbedding", (nn.Embedding,), members)
+        self._slot.owner.__dict__["gathered"] = self
+        self._slot.owner.__class__ = FileEmbedding
 
     def close(self) -> None:
-        self._module.__class__ = nn.Embedding
+        self._slot.owner.__class__ = nn.Embedding
+        self._slot.owner.__dict__.pop("gathered", None)
 
-    def _looked_up(self, ids: Tensor) -> Tensor:
+    def looked_up(self, ids: Tensor) -> Tensor:
         """Rows of the table for ``ids`` of any shape: the same bits as the table would give. Raises IndexError as it would."""
         unique, positions = torch.unique(ids, return_inverse=True)
         numbers = unique.tolist()
@@ -42,7 +54,7 @@ class GatheredEmbedding:
                 raise IndexError(f"Row {number} of {self._slot.name} was asked for, which has {self._slot.shape[0]} rows.")
         return embedding(positions, self._source.gathered(self._slot, numbers))
 
-    def _table(self) -> Tensor:
-        table = torch.empty(self._slot.shape, dtype=self._slot.dtype, device=self._source.device)
+    def table(self) -> Tensor:
+        table = self._source.blank(self._slot.shape, self._slot.dtype)
         self._source.read({self._slot.name: table})
         return table

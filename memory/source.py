@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint, CheckpointError
+from .frames import forget_locals
 from .reader import STORED_DTYPES, Copy, OnBytes, Reader
 from .skeleton import Slot
 
@@ -65,8 +66,7 @@ class WeightSource:
 
         Raises CheckpointError, also if the file is no longer the one whose header was read, or what ``on_bytes`` raises.
         """
-        self.reader.read([copy for name, tensor in tensors.items() for copy in self._copies(name, tensor)], on_bytes, stream)
-        self.checkpoint.verify_unchanged()
+        self._perform([copy for name, tensor in tensors.items() for copy in self._copies(name, tensor)], on_bytes, stream)
         for name, tensor in tensors.items():
             recipe = self._recipes[name]
             if recipe.values is not None:
@@ -74,25 +74,37 @@ class WeightSource:
             if recipe.finish is not None:
                 recipe.finish(tensor, self._extra_tensors(recipe))
 
+    def blank(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Room for what is read: no inference tensor, for other threads could not write to it and compiled blocks recompile."""
+        with torch.inference_mode(False):
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
     def transient_bytes(self, slots: Sequence[Slot]) -> int:
         """What reading these slots takes beside them for a moment: staging, and the tensors that a recipe needs on top."""
         staging = 0 if all(map(self._is_read_in_place, slots)) else self.reader.staging_bytes
         return staging + max((self._extra_bytes(slot) for slot in slots), default=0)
 
     def can_gather(self, slot: Slot) -> bool:
-        """Whether every row of the slot is a row of one stored tensor."""
+        """Whether the slot has rows, and each is a row of one stored tensor."""
         recipe = self._recipes[slot.name]
-        return len(recipe.rows) == 1 and recipe.finish is None
+        return bool(slot.shape) and len(recipe.rows) == 1 and recipe.finish is None
 
     def gathered(self, slot: Slot, numbers: Sequence[int]) -> Tensor:
         """The rows of these numbers, in their order. Raises CheckpointError as ``read`` does."""
         (rows,) = self._recipes[slot.name].rows
         entry = self.checkpoint.tensors[rows.source]
-        result = torch.empty(len(numbers), *slot.shape[1:], dtype=slot.dtype, device=self.device)
-        places = zip(numbers, result.flatten(1), strict=True)
-        self.reader.read([Copy(entry, (rows.start + n) * entry.row_bytes, entry.row_bytes, place) for n, place in places])
-        self.checkpoint.verify_unchanged()
+        result = self.blank((len(numbers), *slot.shape[1:]), slot.dtype)
+        places = zip(numbers, result, strict=True)
+        self._perform([Copy(entry, (rows.start + n) * entry.row_bytes, entry.row_bytes, row.view(-1)) for n, row in places])
         return result
+
+    def _perform(self, copies: Sequence[Copy], on_bytes: OnBytes | None = None, stream: Any = None) -> None:
+        try:
+            self.reader.read(copies, on_bytes, stream)
+        except BaseException as error:
+            forget_locals(error)  # else they refer to the error, it to them, and both to the weights
+            raise
+        self.checkpoint.verify_unchanged()
 
     def _extra_bytes(self, slot: Slot) -> int:
         return sum(self.checkpoint.tensors[name].nbytes for name in self._recipes[slot.name].extra)
@@ -114,8 +126,8 @@ class WeightSource:
 
     def _extra_tensors(self, recipe: Recipe) -> dict[str, Tensor]:
         entries = [self.checkpoint.tensors[name] for name in recipe.extra]
-        tensors = {e.name: torch.empty(e.shape, dtype=STORED_DTYPES[e.dtype], device=self.device) for e in entries}
-        self.reader.read([Copy(e, 0, e.nbytes, tensors[e.name].view(-1)) for e in entries])
+        tensors = {e.name: self.blank(e.shape, STORED_DTYPES[e.dtype]) for e in entries}
+        self._perform([Copy(e, 0, e.nbytes, tensors[e.name].view(-1)) for e in entries])
         return tensors
 
     def _check(self, slot: Slot, recipe: Recipe) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .frames import forget_locals
 from .gather import GatheredEmbedding
 from .resource import Cost
 from .skeleton import Slot
@@ -31,12 +30,13 @@ RING_SLOTS = 2
 class RingSlot:
     """Room for one block's weights, used for one block after the other."""
 
-    def __init__(self, like: Sequence[Slot], device: torch.device) -> None:
-        blank = [torch.empty(slot.shape, dtype=slot.dtype, device=device) for slot in like]
-        self.tensors = [
-            nn.Parameter(tensor, requires_grad=False) if slot.is_parameter else tensor
-            for slot, tensor in zip(like, blank, strict=True)
-        ]
+    def __init__(self, like: Sequence[Slot], source: WeightSource) -> None:
+        blank = [source.blank(slot.shape, slot.dtype) for slot in like]
+        with torch.inference_mode(False):
+            self.tensors = [
+                nn.Parameter(tensor, requires_grad=False) if slot.is_parameter else tensor
+                for slot, tensor in zip(like, blank, strict=True)
+            ]
         self.free: Any = None  # CUDA event after which the last block no longer needs its weights
 
 
@@ -89,8 +89,7 @@ class BlockStream:
     def open(self) -> None:
         """Make the ring, frame the blocks, and begin to read the first one."""
         streamed = range(self.num_held, len(self._blocks))
-        with torch.inference_mode(False):
-            self._ring = [RingSlot(self._slots[0], self._source.device) for _ in streamed[:RING_SLOTS]]
+        self._ring = [RingSlot(self._slots[0], self._source) for _ in streamed[:RING_SLOTS]]
         self._storages.add(tensor for slot in self._ring for tensor in slot.tensors)
         for index in streamed:
             self._frame(index)
@@ -147,12 +146,17 @@ class BlockStream:
             ring_slot.free = torch.cuda.current_stream(self._source.device).record_event()
 
     def _arrived(self, index: int) -> RingSlot:
-        """The ring slot with the block's weights; waits for its read, or reads it now."""
-        if index not in self._coming:  # the first of all, or somebody runs the blocks in another order
-            self._coming.clear()
+        """The ring slot with the block's weights; waits for its read, or reads it now, again if that failed before."""
+        if not self._is_coming(index):
+            self._coming.clear()  # whatever else comes: somebody runs the blocks in another order
             self._begin(index)
         self._coming[index][1].result()
         return self._coming[index][0]
+
+    def _is_coming(self, index: int) -> bool:
+        """Whether the block is being read, or was read without an error."""
+        _, read = self._coming.get(index, (None, None))
+        return read is not None and not (read.done() and read.exception())
 
     def _begin(self, index: int) -> None:
         """Begin to read the block, unless it is coming already or no ring slot is free."""
@@ -165,11 +169,7 @@ class BlockStream:
         if ring_slot.free is not None:
             self._copy_stream.wait_event(ring_slot.free)
         tensors: dict[str, Tensor] = {s.name: t for s, t in zip(self._slots[index], ring_slot.tensors, strict=True)}
-        try:
-            self._source.read(tensors, stream=self._copy_stream)
-        except BaseException as error:
-            forget_locals(error)  # nobody may ever ask for it, and it holds the ring
-            raise
+        self._source.read(tensors, stream=self._copy_stream)
         self.bytes_read += sum(tensor.nbytes for tensor in tensors.values())
 
     def _following(self, index: int) -> int | None:
@@ -194,7 +194,8 @@ class StreamedFill:
         self._source = source
         self._storages = storages
         self._lists = sorted(_streamable_lists(module, slots), key=lambda found: -len(found.blocks) * found.block_bytes)
-        self._tables = dict(_gatherable_tables(module, slots, source)) if self._lists else {}
+        tables = [slot for slot in slots if GatheredEmbedding.is_possible(slot, source)] if self._lists else []
+        self._tables = {slot.name: GatheredEmbedding(slot, source) for slot in tables}
         self._num_held = 0  # blocks of the first list, which is the largest
         self._streams: list[BlockStream] = []
 
@@ -253,10 +254,3 @@ def _streamable_lists(module: nn.Module, slots: Sequence[Slot]) -> Iterator[Bloc
         shapes = {tuple((slot.shape, slot.dtype) for slot in members) for members in by_block}
         if len(blocks) > RING_SLOTS and len(shapes) == 1 and by_block[0]:
             yield BlockList(blocks, by_block)
-
-
-def _gatherable_tables(module: nn.Module, slots: Sequence[Slot], source: WeightSource) -> Iterator[tuple[str, GatheredEmbedding]]:
-    """Embedding tables that stand in the file as they are."""
-    for slot in slots:
-        if type(slot.owner) is nn.Embedding and slot.owner.max_norm is None and source.can_gather(slot):
-            yield slot.name, GatheredEmbedding(slot.owner, slot, source)

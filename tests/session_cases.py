@@ -7,6 +7,7 @@ import atexit
 import functools
 import shutil
 import tempfile
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from lazy_h3.host.embedded import (
 )
 from lazy_h3.host.embedded.port import EmbeddedPort
 from lazy_h3.memory.handle import Handle
+from lazy_h3.memory.reader import Reader
 from lazy_h3.memory.resource import Resource
 from lazy_h3.memory.store import Store
 from lazy_h3.nodes.runtime import Runtime, installed
@@ -37,6 +39,7 @@ from torch import Tensor
 
 CACHES = ("ram", "classic", "lru", "none")
 WIDTH = 8
+HANGS_SECONDS = 20
 NAMES = ("te", "dit", "vae", "spare")
 ANY = ("*",)
 TEXT = ("STRING", {})
@@ -133,17 +136,28 @@ class Record(ProgressHandler):
 
 
 class Resources(dict[str, Resource]):
-    """By name; made when they are first asked for."""
+    """By name; made when they are first asked for.
 
-    def __init__(self, store: Store, kind: Kind) -> None:
+    ``devices``: name -> device of what is no component. ``before_piece(name)`` runs on the reader's thread, several times a file.
+    """
+
+    def __init__(self, store: Store, kind: Kind, devices: Mapping[str, torch.device]) -> None:
         super().__init__()
+        self.before_piece: Callable[[str], object] = lambda name: None
         self._store = store
         self._kind = kind
+        self._devices = devices
 
     def __missing__(self, name: str) -> Resource:
-        made = codec(model_files() / f"{name}.safetensors", kind=name) if self._kind == "component" else Owned(self._store, name)
-        self[name] = made
-        return made
+        self[name] = self._component(name) if self._kind == "component" else self._owned(name)
+        return self[name]
+
+    def _component(self, name: str) -> Resource:
+        reader = Reader(num_threads=1, before_chunk=lambda _: self.before_piece(name))
+        return codec(model_files() / f"{name}.safetensors", kind=name, reader=reader)
+
+    def _owned(self, name: str) -> Resource:
+        return Owned(self._store, name, device=self._devices.get(name, CPU))
 
     def wire(self, name: str) -> Wire:
         return (Wire if self._kind == "component" else OwnersWire)(self[name], self._store)
@@ -168,12 +182,16 @@ class Scene:
         return self.runtime.store
 
     def run(self, prompt: Prompt, **options: Any) -> RunResult:
-        """The record is that of the last run."""
+        """The record is that of the last run. A prompt that hangs is interrupted."""
         self.record.moments.clear()
         self.kept.clear()
-        ledger = self.store.ledger
-        ledger.begin_run(ledger.run + 1)
-        result = self.host.run(prompt, **options)
+        self.store.ledger.begin_run(self.store.ledger.run + 1)
+        impatience = threading.Timer(HANGS_SECONDS, self.host.interrupt)
+        impatience.start()
+        try:
+            result = self.host.run(prompt, **options)
+        finally:
+            impatience.cancel()
         self.record.note("end")
         return result
 
@@ -209,14 +227,20 @@ class Scene:
 
 @contextmanager
 def scene(
-    kind: Kind = "component", *, sees: str = "list", policy: Any = "free", take_turns: bool = True, **options: Any
+    kind: Kind = "component",
+    *,
+    sees: str = "list",
+    policy: Any = "free",
+    take_turns: bool = True,
+    devices: Mapping[str, torch.device] | None = None,
+    **options: Any,
 ) -> Iterator[Scene]:
     """``sees``: the executor's "list"; or, without it, what was "queued"; or "nothing". ``options``: of the embedded host."""
     visible = {"expose_probe": sees == "list", "expose_queue": sees != "nothing"}
     with EmbeddedHost(**{"seed": 0, **visible, **options}) as host:
         store = Store(pretended_total=PLENTY)
         with installed(Runtime(EmbeddedPort(host, CPU), store, policy=policy, take_turns=take_turns)) as runtime:
-            resources = Resources(store, kind)
+            resources = Resources(store, kind, devices or {})
             played = Scene(host, runtime, resources, Record(resources))
             host.node_classes.update({**nodes_of_ours(played), **nodes_of_others(played)})
             host.on_event(lambda name, _: add_progress_handler(played.record) if name == "execution_cached" else None)

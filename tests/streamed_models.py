@@ -70,7 +70,7 @@ def tower(
     return component_of(path, build, recipes=recipes, compute=compute, storage_dtype=Codec.storage_dtype, reader=reader)
 
 
-DIT = replace(tiny().dit, num_layers=6, num_refiner_layers=3)
+DIT = replace(tiny().dit, num_layers=6, num_refiner_layers=3, time_embed_dim=32)
 SCHEDULE = Schedule.official(4)
 POINTS = tuple(sorted({time for times in SCHEDULE.times for time in times}))
 
@@ -128,10 +128,6 @@ def held(component: Component, num_blocks: int, parts: frozenset[str] | None = N
 def whole(component: Component) -> Component:
     component.fill(FillRequest(component.parts))
     return component
-
-
-def streaming_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("lazy-h3-")]
 
 
 @contextmanager

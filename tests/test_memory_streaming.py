@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import random
 import signal
 import threading
@@ -19,7 +20,6 @@ from lazy_h3.memory.reader import Reader
 from lazy_h3.memory.resource import FillRequest
 from lazy_h3.memory.skeleton import WeightsNotLoaded
 from lazy_h3.memory.store import Store
-from lazy_h3.memory.transforms import Cast
 from memory_models import PLENTY, BytesRead, component_of, random_weights, written
 from safetensors.torch import load_file, save_file
 from streamed_models import (
@@ -30,7 +30,6 @@ from streamed_models import (
     denoised,
     held,
     streamed,
-    streaming_threads,
     threads,
     tiny_text_encoder,
     tower,
@@ -83,9 +82,12 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def assert_gone(component: Component) -> None:
+    """Drops it: no weight, thread or changed forward is left."""
+    streams = [stream for fill in component._streamed for stream in fill._streams]
+    reading = [thread for stream in streams for thread in stream._reading._threads]
     component.drop()
     assert component.live_bytes() == 0
-    assert streaming_threads() == []
+    assert not any(thread.is_alive() for thread in reading)
     assert component.resident_parts() == frozenset()
     assert not any("forward" in module.__dict__ for module in component.module.modules())
     assert all(tensor.is_meta for tensor in component.module.state_dict(keep_vars=True).values())
@@ -94,8 +96,7 @@ def assert_gone(component: Component) -> None:
 # The same bits as in whole mode.
 
 
-@pytest.mark.parametrize("num_held", [0, 1, 3, 6])
-@pytest.mark.parametrize(("num_passes", "prefetch"), [(None, True), (3, True), (1, True), (None, False)])
+@pytest.mark.parametrize(("num_held", "num_passes", "prefetch"), [(0, None, True), (1, 3, True), (3, 1, True), (0, 3, False)])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
 def test_passes_have_the_bits_of_whole_mode(path, stored, compute, num_passes, prefetch, num_held):
@@ -257,6 +258,11 @@ def test_the_ring_is_used_again_and_again_without_a_new_allocation(path):
 # What is read when.
 
 
+def wait_for_reads(component: Component) -> None:
+    """The reading thread does one thing after the other."""
+    component._streamed[0]._streams[0]._reading.submit(lambda: None).result(20)
+
+
 def reads_of(path: Path, count: int, **options) -> int:
     """Blocks that so many passes read."""
     counted = BytesRead()
@@ -266,6 +272,7 @@ def reads_of(path: Path, count: int, **options) -> int:
     for _ in range(count):
         passes(component, 1)
         fixed += IDS.unique().numel() * WIDTH * 4
+    wait_for_reads(component)
     component.drop()
     return (counted.total - fixed - LAST_BYTES) // BLOCK_BYTES
 
@@ -280,11 +287,6 @@ def test_reading_stops_after_the_last_block_of_the_last_pass(path):
 def test_more_passes_than_were_told_are_no_error_and_are_read_ahead_from_then_on(path):
     """A later user of a component that was kept has another number of passes."""
     assert reads_of(path, 5, num_passes=2) == 31
-
-
-def wait_for_reads(component: Component) -> None:
-    """The reading thread does one thing after the other."""
-    component._streamed[0]._streams[0]._reading.submit(lambda: None).result(20)
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -473,6 +475,7 @@ def test_weights_of_a_file_that_was_replaced_are_never_mixed_in(path, moment):
     other = path.with_name("other")
     save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, other)
     other.replace(path)
+    os.utime(path, (1, 1))  # clocks of file systems are too coarse for two files of one moment
     with pytest.raises(CheckpointError, match="was replaced on disk"):
         passes(component)
     assert_gone(component)
@@ -564,30 +567,23 @@ def test_parts_that_are_filled_one_after_the_other_stream_side_by_side(dit):
     assert_gone(dit)
 
 
-def test_blocks_of_which_a_part_is_there_already_are_framed_twice_and_unframed_in_order(path):
-    """As when projections that were folded come back: they stream beside the rest of their blocks."""
+class InParts(Tower):
+    """Its blocks' matrices are a part of their own."""
 
-    class InParts(Tower):
-        PARTS: ClassVar[dict[str, tuple[str, ...]]] = {
-            "linear": tuple(f"blocks.{i}.linear" for i in range(6)),
-            "rest": ("embed", "last", "more", *(f"blocks.{i}.norm" for i in range(6))),
-        }
+    PARTS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "matrices": tuple(f"blocks.{i}.linear" for i in range(6)),
+        "rest": ("embed", "last", *(f"blocks.{i}.norm" for i in range(6))),
+    }
+    ENTRY_POINTS: ClassVar[dict[str, tuple[str, ...]]] = {"forward": ("matrices", "rest")}
 
+
+def test_blocks_whose_parts_are_filled_apart_stream_in_both(path):
     expected = whole_passes(tower(path))
-    component = tower(path)
-    other = Component(
-        kind="tower",
-        checkpoint=component.checkpoint,
-        build=InParts,
-        recipes={name: copied(name) for name in component.module.state_dict()},
-        cast=Cast(torch.float32, lambda _, compute: compute),
-        device=torch.device("cpu"),
-    )
-    streamed(other, parts=frozenset({"linear"}))
-    streamed(other, parts=frozenset({"rest"}))
-    with torch.inference_mode():
-        assert torch.equal(other.module(IDS), expected[0])
-    assert_gone(other)
+    component = component_of(path, InParts)
+    streamed(component, parts=frozenset({"matrices"}))
+    streamed(component, parts=frozenset({"rest"}))
+    assert_same(passes(component), expected)
+    assert_gone(component)
 
 
 class Uneven(Tower):
@@ -597,7 +593,9 @@ class Uneven(Tower):
 
 
 @pytest.mark.parametrize(
-    "build", [Uneven, lambda: Tower(2), lambda: Tower(0), lambda: Tower(1, 2)], ids=["unlike blocks", "two", "none", "one and two"]
+    "build",
+    [Uneven, lambda: Tower(2), lambda: Tower(0), lambda: Tower(1, 2)],
+    ids=["unlike blocks", "two", "none", "one and two"],
 )
 def test_lists_that_a_ring_does_not_shorten_stay_whole(path, build):
     written(path, random_weights(build))
@@ -659,7 +657,11 @@ def test_an_edit_of_a_held_weight_is_found_and_one_of_a_passing_weight_is_not(pa
     assert component.dirty() is None
     passes(component)
     assert component.dirty() is None
-    hook = component.module.blocks[4].linear.register_forward_hook(lambda module, *_: module.weight.data.add_(1))
+
+    def edit(module: nn.Linear, *_: object) -> None:
+        module.weight.data.add_(1)
+
+    hook = component.module.blocks[4].linear.register_forward_hook(edit)
     passes(component)
     hook.remove()
     assert component.dirty() is None
