@@ -68,13 +68,13 @@ class Variant:
 def bench_run(folder: Path, scale: float, repeats: int) -> dict[str, Any]:
     """A workflow at several policies and budgets: growth of the process, equal latents, predicted beside measured.
 
-    Activations are the growth inside each node with its component resident before, measured in a process of their own.
+    Activations are the growth of a process in which everything is resident before the run: in all, and inside each node.
     """
     models = folder / f"replica-{scale:g}"
     if not models.is_dir():
         make_checkpoint(models, replica(scale))
-    warm, _ = _watched_child(models, Variant("keep", is_plain=True, is_warm=True), 1)
-    activations = max(warm["activation_bytes"].values())
+    warm, activations = _watched_child(models, Variant("keep", is_plain=True, is_warm=True), 1)
+    in_one_node = max(warm["activation_bytes"].values())
     keep, keep_growth = _watched_child(models, Variant("keep", is_plain=True), repeats)
     free, free_growth = _watched_child(models, Variant("free", is_plain=True), repeats)
     planned, planned_growth = _watched_child(models, Variant("free"), repeats)
@@ -84,7 +84,7 @@ def bench_run(folder: Path, scale: float, repeats: int) -> dict[str, Any]:
     drift = free["rss_after_bytes"][-1] - free["rss_after_bytes"][0]
     rows = {"keep, whole": (keep, keep_growth), "free, whole": (free, free_growth), "free": (planned, planned_growth), **limited}
     checks = {
-        "free, whole: growth <= 1.1 x largest + activations": free_growth <= 1.1 * free["largest_bytes"] + activations,
+        "free, whole: growth <= 1.1 x largest + activations": free_growth <= 1.1 * free["largest_bytes"] + in_one_node,
         "free, whole: peak resident == largest < sum": free["peak_resident_bytes"] == free["largest_bytes"] < free["sum_bytes"],
         "free, whole: no growth beyond 64 MiB after run 1": drift <= 64 * MIB,
         "all latents are bit-identical": all(found["latents"] == keep["latents"] for found, _ in rows.values()),
@@ -97,12 +97,15 @@ def bench_run(folder: Path, scale: float, repeats: int) -> dict[str, Any]:
         error = abs(found["predicted_peak_bytes"] / found["peak_resident_bytes"] - 1)
         checks[f"{name}: predicted peak within 5 % of measured"] = error <= 0.05
     table = {name: {**found, "growth_bytes": growth} for name, (found, growth) in rows.items()}
-    return figures({"activation_bytes": activations, "activations_by_node": warm["activation_bytes"], "rows": table}, checks)
+    activation = {"activation_bytes": activations, "activations_by_node": warm["activation_bytes"]}
+    return figures({**activation, "rows": table}, checks)
 
 
 def shown(found: dict[str, Any]) -> Iterator[str]:
     """The figures as lines for people."""
-    yield f"activations: {found['activation_bytes'] / MIB:.0f} MiB (separately measured, largest node)"
+    largest = max(found["activations_by_node"].values())
+    total = found["activation_bytes"]
+    yield f"activations, separately measured: {total / MIB:.0f} MiB, {largest / MIB:.0f} MiB in the largest node"
     for name, row in found["rows"].items():
         predicted, peak, growth = (row[key] / MIB for key in ("predicted_peak_bytes", "peak_resident_bytes", "growth_bytes"))
         seconds = ", ".join(f"{value:.1f}" for value in row["seconds"])

@@ -38,12 +38,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Item:
-    """A resource as a plan sees it. ``total_bytes``: all of its parts, whole."""
+    """A resource as a plan sees it. ``points``: what it is folded for; ``total_bytes``: all of its parts, whole."""
 
     key: Key
     name: str
     costs: Mapping[Mode, Cost]
     total_bytes: int = 0
+    points: tuple[float, ...] = ()
 
     @property
     def whole(self) -> Cost:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -29,9 +29,16 @@ log = logging.getLogger("lazy_h3")
 State = Literal["absent", "filling", "resident", "dropping"]
 Owner = tuple[Any, ...]  # ("use", id) or ("node", prompt, node)
 OnFill = Callable[[Resource, int, int], None]  # (resource, bytes done, bytes in all); may raise to cancel
-Decision = tuple[Mode, int | None]  # how to hold a resource, and the bytes it may take
 NO_HINTS = Hints()
 WAIT_SECONDS = 0.1
+
+
+class Decision(NamedTuple):
+    """How to hold a resource: the bytes it may take in streamed mode, and the points its foldable sub-modules are folded for."""
+
+    mode: Mode
+    grant: int | None = None
+    points: tuple[float, ...] = ()
 
 
 class MemoryRefused(RuntimeError):
@@ -253,13 +260,13 @@ class Store:
             missing = parts - resource.resident_parts()
             if not missing:
                 return
-            mode, grant = self._decided(resource, missing, hints)
-            cost = resource.costs(missing, hints.points)[mode].granted(grant)
+            mode, grant, points = self._decided(resource, missing, hints)
+            cost = resource.costs(missing, points)[mode].granted(grant)
             self._begin_fill(resource, cost)
         what = ", ".join(sorted(missing)) if missing != resource.parts else ""
         report = partial(self._report_progress, resource)
         with self._fill_recorded(entry, cost.resident, f"{what} {mode}".strip() if mode != "whole" else what):
-            resource.fill(FillRequest(missing, mode, grant, hints.num_passes, points=hints.points, on_bytes=report))
+            resource.fill(FillRequest(missing, mode, grant, hints.num_passes, points=points, on_bytes=report))
 
     def _decided(self, resource: Resource, parts: Parts, hints: Hints) -> Decision:
         """As the plan says; without one whole if that fits, else streamed in the room there is."""
@@ -269,14 +276,14 @@ class Store:
             self.ledger.record("refuse", refused.component, refused.need_bytes, f"{refused.have_bytes} bytes available")
             self.last_refusal = MemoryRefused(refused.component, refused.need_bytes, refused.have_bytes, "", str(refused))
             raise
-        costs = resource.costs(parts, hints.points)
-        if planned is not None and planned[0] in costs:
+        if planned is not None and planned.mode in resource.costs(parts, planned.points):
             return planned
+        costs = resource.costs(parts, hints.points)
         room = self._room(resource.device) + sum(e.resource.live_bytes() for e in self._rivals(resource))
         whole, streamed = costs["whole"], costs.get("streamed")
         if streamed is None or whole.resident + whole.transient <= room:
-            return "whole", None
-        return "streamed", room - streamed.transient
+            return Decision("whole", points=hints.points)
+        return Decision("streamed", room - streamed.transient, hints.points)
 
     def _report_progress(self, resource: Resource, done: int, total: int) -> None:
         self.ledger.sample()

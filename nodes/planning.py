@@ -71,7 +71,7 @@ def _items(demands: Mapping[str, Mapping[Key, Demand]], find: Find, options: Pla
         assert component is not None
         parts = frozenset().union(*(demand.parts for demand in wanted)) & component.parts
         points = tuple(sorted({point for demand in wanted for point in demand.points})) if options.may_fold else ()
-        items.append(Item(key, component.name, _costs(component, parts, points), component.nbytes()))
+        items.append(Item(key, component.name, _costs(component, parts, points), component.nbytes(), points))
     return items
 
 

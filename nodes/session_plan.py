@@ -34,10 +34,14 @@ class SessionPlanner:
         session = self._shared.attachment.session
         if session is None:
             return self._plan
-        known = session.prompt_id, session.prompt.version()
-        if self._of != known:
-            self._of = known
-            self._plan = self._made(session)
+        try:
+            known = session.prompt_id, session.prompt.version()
+            if self._of != known:
+                self._of, self._plan = known, None
+                self._plan = self._made(session)
+        except Exception:
+            log.exception("Lazy H3: prompt %s could not be planned; each component is held as it fits.", session.prompt_id)
+            self._plan = None
         return self._plan
 
     def decide(self, resource: Resource, parts: Parts, hints: Hints) -> Decision | None:
@@ -49,7 +53,7 @@ class SessionPlanner:
             refusal = plan.refusal
             raise MemoryRefused(refusal.name, refusal.need_bytes, refusal.have_bytes, "", message=refusal.message)
         choice = plan.choice(resource.identity)
-        return None if choice is None else (choice.mode, choice.grant)
+        return None if choice is None else Decision(choice.mode, choice.grant, choice.item.points)
 
     def why_kept(self, resource: Resource) -> str | None:
         """Why the plan keeps a resource for the next prompt; None where it goes."""
@@ -61,12 +65,8 @@ class SessionPlanner:
             return "this prompt has room beside it"
         return "it fits beside everything that must overlap" if choice.is_kept else None
 
-    def _made(self, session: Any) -> Plan | None:
-        try:
-            plan = self.planned(session.prompt.view().nodes, self._shared.prompt_policy(), session.prompt.may_run())
-        except Exception:
-            log.exception("Lazy H3: prompt %s could not be planned; each component is held as it fits.", session.prompt_id)
-            return None
+    def _made(self, session: Any) -> Plan:
+        plan = self.planned(session.prompt.view().nodes, self._shared.prompt_policy(), session.prompt.may_run())
         for warning in plan.warnings:
             log.warning("Lazy H3: %s", warning)
         return plan

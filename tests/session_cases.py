@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
+import gc
 import shutil
 import tempfile
 import threading
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from embedded_nodes import node, node_class
 from lazy_h3.host.embedded import (
@@ -76,6 +78,15 @@ class Owned(Foreign):
 
     def compute(self, x: Tensor) -> Tensor:
         return x + 1 + self.weights[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """A host collects garbage after a failed prompt; what was there before the tests of a module is left out."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @functools.cache

@@ -9,7 +9,19 @@ import pytest
 import torch
 from embedded_nodes import node, node_class
 from lazy_h3.memory.skeleton import WeightsNotLoaded
-from session_cases import ANY, CACHES, CPU, Prompt, Scene, branch, chain, loaders, scene, signal
+from session_cases import (
+    ANY,
+    CACHES,
+    CPU,
+    Prompt,
+    Scene,
+    branch,
+    chain,
+    loaders,
+    quick_collections,  # noqa: F401  (a fixture)
+    scene,
+    signal,
+)
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -9,7 +9,17 @@ import pytest
 import torch
 from embedded_nodes import node, node_class
 from lazy_h3.memory import turns
-from session_cases import ANY, CACHES, TEXT, Prompt, Scene, branch, loaders, scene
+from session_cases import (
+    ANY,
+    CACHES,
+    TEXT,
+    Prompt,
+    Scene,
+    branch,
+    loaders,
+    quick_collections,  # noqa: F401  (a fixture)
+    scene,
+)
 
 BRANCHES = {
     **loaders(),
