@@ -123,12 +123,12 @@ def _add_make_checkpoint(commands: Any) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure loading and freeing")
+    bench = commands.add_parser("bench", help="measure loading, freeing and streaming")
     bench.set_defaults(command=_bench)
-    bench.add_argument("what", choices=["load", "release", "run"])
+    bench.add_argument("what", choices=["load", "release", "run", "stream"])
     bench.add_argument("--size", type=_size, default=2 << 30, metavar="SIZE", help="of the test file (default 2GiB)")
-    bench.add_argument("--scale", type=_scale, default=50.0, metavar="N", help="of the replica that run uses")
-    bench.add_argument("--repeat", type=_positive, default=3, metavar="N")
+    bench.add_argument("--scale", type=_scale, default=50.0, metavar="N", help="of the replica that run and stream use")
+    bench.add_argument("--repeat", type=_positive, metavar="N", help="default 3; of stream 5")
     bench.add_argument("--dir", type=Path, metavar="DIR", help="where the test file goes (default: the cache folder)")
     bench.add_argument("--json", action="store_true")
 
@@ -195,16 +195,19 @@ def _make_checkpoint(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from .commands import bench, bench_run
+    from .commands import bench, bench_run, bench_stream
     from .commands.demo import cache_folder
 
     folder = options.dir or cache_folder()
+    repeats = options.repeat or (5 if options.what == "stream" else 3)
     if options.what == "run":
-        found, lines = bench_run.bench_run(folder, options.scale, options.repeat), bench_run.shown
+        found, lines = bench_run.bench_run(folder, options.scale, repeats), bench_run.shown
+    elif options.what == "stream":
+        found, lines = bench_stream.bench_stream(folder, options.scale, repeats), bench_stream.shown
     else:
         path = bench.make_file(folder / f"bench-{options.size}.safetensors", options.size)
         measure = bench.bench_load if options.what == "load" else bench.bench_release
-        found, lines = measure(path, options.repeat), bench.shown
+        found, lines = measure(path, repeats), bench.shown
     _print(found, lines(found), options.json)
     return OK if found["ok"] else FAILED
 

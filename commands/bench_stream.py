@@ -195,7 +195,7 @@ def overlapped(models: Path, repeats: int) -> dict[str, Any]:
 
 
 def _overlap_round(job: Job, throttle: Throttle) -> dict[str, Any]:
-    """Computing alone, reading alone, both at once, and both in turn. The file is warm: sleeping makes reading slow, not a disk."""
+    """Computing alone, reading alone, both at once, and both in turn. The file is warm: sleep makes reading slow, not a disk."""
     prepare_cache(job.path, "warm")
     throttle.seconds_per_byte = 0.0
     whole = job.run("whole")

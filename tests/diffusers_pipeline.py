@@ -1,7 +1,7 @@
 """Text to video as diffusers and transformers do it: their classes, their loading, their pipeline blocks; nothing of ours.
 
-Two departures from the shipped pipeline, both forced. The text encoder is cut to the layers that condition the model: diffusers' own
-helper insists on one layer more than it uses, which our folders do not hold. And the shortest duration, which is that of the
+Two departures from the shipped pipeline, both forced. The text encoder is cut to the layers that condition the model: diffusers'
+own helper insists on one layer more than it uses, which our folders do not hold. And the shortest duration, which is that of the
 training, is lifted, so that a test can be short.
 """
 
@@ -69,20 +69,30 @@ class Pipeline:
     """All components of a folder in the Hugging Face layout, in memory at once, as a pipeline holds them.
 
     ``dtype``: of the text encoder and the transformer; what the classes keep in fp32 stays so, and the VAEs are fp32.
+    ``disable_mmap``: read the files into memory, instead of using their pages as weights where no conversion is needed.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, disable_mmap: bool = False) -> None:
+        def loaded(cls: Any, subfolder: str, dtype: torch.dtype) -> nn.Module:
+            return cls.from_pretrained(folder / subfolder, torch_dtype=dtype, disable_mmap=disable_mmap)
+
         self._tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer" / "tokenizer.json"))
-        self._text_encoder = _text_encoder(folder / "text_encoder", dtype)
+        self._text_encoder = _text_encoder(folder / "text_encoder", dtype, disable_mmap)
         self._components = SimpleNamespace(
             **FACTS,
-            transformer=MiniMaxH3Transformer3DModel.from_pretrained(folder / "transformer", torch_dtype=dtype),
-            vae=AutoencoderKLMiniMaxH3.from_pretrained(folder / "vae", torch_dtype=torch.float32),
-            audio_vae=AutoencoderKLMiniMaxH3Audio.from_pretrained(folder / "audio_vae", torch_dtype=torch.float32),
+            transformer=loaded(MiniMaxH3Transformer3DModel, "transformer", dtype),
+            vae=loaded(AutoencoderKLMiniMaxH3, "vae", torch.float32),
+            audio_vae=loaded(AutoencoderKLMiniMaxH3Audio, "audio_vae", torch.float32),
             scheduler=MiniMaxH3Scheduler(shift=12.0),
             audio_scheduler=MiniMaxH3Scheduler(shift=3.0),
             video_processor=VideoProcessor(vae_scale_factor=16, do_normalize=False),
         )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all components."""
+        modules = (self._text_encoder, *(m for m in vars(self._components).values() if isinstance(m, nn.Module)))
+        return sum(weight.numel() * weight.element_size() for module in modules for weight in module.parameters())
 
     @torch.inference_mode()
     def encode(self, prompt: str) -> Tensor:
@@ -116,10 +126,10 @@ class Pipeline:
         return {name: state.get(name) for name in wanted}
 
 
-def _text_encoder(folder: Path, dtype: torch.dtype) -> nn.Module:
+def _text_encoder(folder: Path, dtype: torch.dtype, disable_mmap: bool) -> nn.Module:
     """The states that condition the model come before the final norm, which a model cut to these layers would apply."""
     config = Qwen3VLConfig.from_dict(json.loads((folder / "config.json").read_text()))
     config.text_config.num_hidden_layers = NUM_LAYERS
-    model = Qwen3VLModel.from_pretrained(folder, config=config, dtype=dtype)
+    model = Qwen3VLModel.from_pretrained(folder, config=config, dtype=dtype, disable_mmap=disable_mmap)
     model.language_model.norm = nn.Identity()
     return model.eval()

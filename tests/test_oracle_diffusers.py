@@ -5,7 +5,6 @@ Needs the extra ``oracle`` (diffusers and transformers), which nothing else of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,7 @@ def pipeline() -> Any:
 
 
 @pytest.fixture(scope="module", params=REQUESTS)
-def both(request: pytest.FixtureRequest, pipeline: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+def both(request: pytest.FixtureRequest, pipeline: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Their results and ours of one request, in our shapes."""
     wanted = REQUESTS[request.param]
     return SimpleNamespace(

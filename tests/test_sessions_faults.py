@@ -217,9 +217,7 @@ def calm_images(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
 
 @pytest.mark.parametrize(("action", "status"), [(fail, "error"), (interrupt, "interrupted")], ids=["fails", "interrupted"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_run_that_ends_early_leaves_nothing_and_the_next_one_is_as_if_it_had_not_been(
-    tmp_path, moment, action, status, calm_images
-):
+def test_a_run_that_ends_early_leaves_nothing_and_the_next_one_is_undisturbed(tmp_path, moment, action, status, calm_images):
     prompt = text_to_video({"7.steps": 8})
     with stage(tmp_path, policy="free") as running:
         undo = disturb(running, MOMENTS[moment], action)
