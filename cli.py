@@ -123,9 +123,9 @@ def _add_make_checkpoint(commands: Any) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure loading, freeing and streaming")
+    bench = commands.add_parser("bench", help="measure loading, freeing, streaming and the analysis of graphs")
     bench.set_defaults(command=_bench)
-    bench.add_argument("what", choices=["load", "release", "run", "stream"])
+    bench.add_argument("what", choices=["load", "release", "run", "stream", "graph"])
     bench.add_argument("--size", type=_size, default=2 << 30, metavar="SIZE", help="of the test file (default 2GiB)")
     bench.add_argument("--scale", type=_scale, default=50.0, metavar="N", help="of the replica that run and stream use")
     bench.add_argument("--repeat", type=_positive, metavar="N", help="default 3; of stream 5")
@@ -195,7 +195,7 @@ def _make_checkpoint(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from .commands import bench, bench_run, bench_stream
+    from .commands import bench, bench_graph, bench_run, bench_stream
     from .commands.demo import cache_folder
 
     folder = options.dir or cache_folder()
@@ -204,6 +204,8 @@ def _bench(options: argparse.Namespace) -> int:
         found, lines = bench_run.bench_run(folder, options.scale, repeats), bench_run.shown
     elif options.what == "stream":
         found, lines = bench_stream.bench_stream(folder, options.scale, repeats), bench_stream.shown
+    elif options.what == "graph":
+        found, lines = bench_graph.bench_graph(repeats), bench_graph.shown
     else:
         path = bench.make_file(folder / f"bench-{options.size}.safetensors", options.size)
         measure = bench.bench_load if options.what == "load" else bench.bench_release

@@ -6,6 +6,8 @@ host makes of the session is timed, waiting for turns included; the host's own w
 
 from __future__ import annotations
 
+import gc
+import logging
 import time
 import types
 from collections.abc import Awaitable, Generator, Iterator
@@ -25,6 +27,8 @@ from ..memory.resource import Cost, FillRequest, Identity, Parts
 from ..memory.session import Session
 from ..memory.store import Store
 from .bench import figures
+
+log = logging.getLogger("lazy_h3")
 
 SIZES = (50, 500, 1000, 2000)
 MODELS = ("text encoder", "transformer", "video VAE")
@@ -68,7 +72,7 @@ class Featherweight:
 
 
 class Clock:
-    """Seconds inside ``running`` blocks; one inside another counts once."""
+    """Seconds that this thread computes inside ``running`` blocks; one inside another counts once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -77,13 +81,13 @@ class Clock:
     @contextmanager
     def running(self) -> Iterator[None]:
         self._depth += 1
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             yield
         finally:
             self._depth -= 1
             if not self._depth:
-                self.seconds += time.perf_counter() - began
+                self.seconds += time.thread_time() - began
 
     @types.coroutine
     def steps_of(self, awaitable: Awaitable[None]) -> Generator[Any, Any, None]:
@@ -164,7 +168,7 @@ def bench_graph(repeats: int) -> dict[str, Any]:
 def measure(size: int, is_probe_exposed: bool) -> Measured:
     """Run a prompt of ``size`` nodes once. Raises RuntimeError if it fails or reads a model twice."""
     prompt = branches(size)
-    with EmbeddedHost(seed=0, expose_probe=is_probe_exposed) as host:
+    with EmbeddedHost(seed=0, expose_probe=is_probe_exposed) as host, _undisturbed():
         store = Store(pretended_total=PLENTY)
         attachment = TimedAttachment(EmbeddedPort(host, CPU), store)
         host.node_classes |= node_classes(attachment)
@@ -176,8 +180,22 @@ def measure(size: int, is_probe_exposed: bool) -> Measured:
     return Measured(len(prompt), links, attachment.prompt.seconds, attachment.events.seconds / attachment.num_events)
 
 
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without lines of log, and without collections of garbage, which take longer the more the process has loaded."""
+    level = log.level
+    log.setLevel(logging.WARNING)
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        log.setLevel(level)
+
+
 def branches(size: int) -> dict[str, dict[str, Any]]:
-    """Three loaders, then branches of ten nodes: text, pass-through, encode, sample, decode, a lazy switch, filters and output."""
+    """Three loaders, then branches of ten: text, pass-through, encode, sample, decode, a lazy switch, three filters, output."""
     prompt = {name: _node("Load", name=name) for name in MODELS}
     encoder, transformer, vae = ([name, 0] for name in MODELS)
     for number in range((size - len(prompt)) // 10):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,7 +99,8 @@ class Session:
         for key, trail in self._trails.items():
             if node in trail.consumers:
                 self._left[key].append(node)
-        self._wake(node)
+        if self._turnstile is not None:
+            self._turnstile.note_start()
 
     @_contained
     def ended(self, node: str) -> None:
@@ -108,7 +109,8 @@ class Session:
             return
         self.finished.add(node)
         self._running.discard(node)
-        self._wake(node)
+        if self._turnstile is not None:
+            self._turnstile.wake(node)
         self.store.unpin_node(self.prompt_id, node)
         self._settle()
         candidates = [r for r in self.store.resident() if r.identity not in self._kept]
@@ -145,21 +147,17 @@ class Session:
             left.pop()
         return bool(left)
 
-    def _earlier(self, node: str) -> list[str]:
-        """Heavy nodes that should run before ``node`` and still may. An analysis that fails lets everybody go."""
+    def _earlier(self, node: str) -> Iterator[str]:
+        """Heavy nodes that should run before ``node`` and still may, the last first. An analysis that fails lets everybody go."""
         try:
             self._refresh()
             may_run = self.prompt.may_run()
-            before = self._order[: self._place.get(node, 0)]
-            return [other for other in before if other not in self.finished and other in may_run]
+            for other in reversed(self._order[: self._place.get(node, 0)]):
+                if other not in self.finished and other in may_run:
+                    yield other
         except Exception:
             log.exception("Lazy H3: the order of heavy nodes is unknown in prompt %s; they run as they come.", self.prompt_id)
             self._place = {}
-            return []
-
-    def _wake(self, node: str) -> None:
-        if self._turnstile is not None:
-            self._turnstile.wake(node)
 
     def _refresh(self) -> None:
         """Read the graph again if an expansion has added to it."""

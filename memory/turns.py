@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 
 from .graph import Key, Node, link_of
 
@@ -79,11 +79,11 @@ def _parents(nodes: Mapping[str, Node], node: str) -> list[str]:
 class Turnstile:
     """Where heavy nodes wait for earlier ones. All methods run on the event loop's thread.
 
-    ``earlier(node)`` names the nodes that should go first and may still run, the last of them last; ``running()`` those that
-    have started, have not finished, and may be at work meanwhile.
+    ``earlier(node)`` names the nodes that should go first and may still run, best the last of them first; ``running()`` those
+    that have started, have not finished, and may be at work meanwhile.
     """
 
-    def __init__(self, earlier: Callable[[str], Collection[str]], running: Callable[[], Set[str]]) -> None:
+    def __init__(self, earlier: Callable[[str], Iterable[str]], running: Callable[[], Set[str]]) -> None:
         self._earlier = earlier
         self._running = running
         self._waiting: Counter[str] = Counter()  # a node that is mapped over a list waits once for each item
@@ -99,20 +99,26 @@ class Turnstile:
         quiet_rounds = 0
         self._waiting[node] += 1
         try:
-            while earlier := self._earlier(node):
-                is_first = self._waiting.keys().isdisjoint(earlier)
+            while (last := next(iter(self._earlier(node)), None)) is not None:
+                is_first = self._waiting.keys().isdisjoint(self._earlier(node))
                 if is_first and quiet_rounds >= self._patience():
                     return
                 check()
                 seen = self._num_events
-                await self._wait_for([*earlier][-1])
+                rounds = 1 if is_first else len(self._waiting)  # all of them together look up as often as two would
+                await self._wait_for(last, rounds * ROUND_SECONDS)
                 quiet_rounds = quiet_rounds + 1 if self._num_events == seen else 0
         finally:
             self._waiting[node] -= 1
-            self._waiting += Counter()  # forget nodes of which no call waits
+            if not self._waiting[node]:
+                del self._waiting[node]
+
+    def note_start(self) -> None:
+        """A node has started: nobody's wait is over, but things go on."""
+        self._num_events += 1
 
     def wake(self, node: str | None = None) -> None:
-        """The node (None: any) has started or finished."""
+        """The node (None: any) has finished."""
         self._num_events += 1
         for rung in [*self._bells] if node is None else [node]:
             bell = self._bells.pop(rung, None)
@@ -122,11 +128,11 @@ class Turnstile:
     def _patience(self) -> int:
         return PATIENT_ROUNDS if self._running() <= self._waiting.keys() else MOST_ROUNDS
 
-    async def _wait_for(self, node: str) -> None:
-        """Until the node starts or finishes, or a round is over."""
+    async def _wait_for(self, node: str, seconds: float) -> None:
+        """Until the node has finished, or for so long."""
         bell = self._bells.setdefault(node, asyncio.Event())
         ringing = asyncio.ensure_future(bell.wait())
         try:  # not wait_for: before Python 3.12 it swallows a cancellation that comes together with the bell
-            await asyncio.wait({ringing}, timeout=ROUND_SECONDS)
+            await asyncio.wait({ringing}, timeout=seconds)
         finally:
             ringing.cancel()
