@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+MAX_FILE_BYTES = 100_000_000  # ten times the published tokenizer
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 # Added tokens in the order of their ids, which follow the vocabulary: for folders whose tokenizer_config.json lists none.
@@ -91,6 +92,7 @@ def load_tokenizer(path: Path) -> PromptTokenizer:
     files = (path,) if path.is_file() else _files_in(path)
     if not files:
         raise TokenizerError(f"{path} holds neither tokenizer.json nor vocab.json with merges.txt: point at a tokenizer.")
+    _refuse_oversized(*files, files[0].with_name("tokenizer_config.json"))
     try:
         tokenizer = Tokenizer.from_file(str(files[0])) if len(files) == 1 else _built(*files)
     except TokenizerError:
@@ -98,6 +100,12 @@ def load_tokenizer(path: Path) -> PromptTokenizer:
     except Exception as error:  # the library raises nothing more specific
         raise TokenizerError(f"The tokenizer in {path} cannot be read ({error}): download it again.") from error
     return PromptTokenizer(tokenizer, path)
+
+
+def _refuse_oversized(*files: Path) -> None:
+    for file in files:
+        if file.is_file() and file.stat().st_size > MAX_FILE_BYTES:
+            raise TokenizerError(f"{file} is larger than {MAX_FILE_BYTES} bytes, so no tokenizer: download it again.")
 
 
 def _files_in(folder: Path) -> tuple[Path, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PureWindowsPath
 
 SAFETENSORS = (".safetensors", ".sft")
@@ -28,9 +28,26 @@ def inside(folders: Iterable[Path], name: str) -> Path:
 
 def model_files(folders: Iterable[Path]) -> list[str]:
     """Names of all safetensors files below the folders, with forward slashes."""
-    places = ((folder, place, files) for folder in folders for place, _, files in os.walk(folder, followlinks=True))
-    found = {Path(place, file).relative_to(folder).as_posix() for folder, place, files in places for file in files}
+    found = {name for folder in folders for name in files_below(folder)}
     return sorted(name for name in found if name.endswith(SAFETENSORS))
+
+
+def files_below(folder: Path) -> Iterator[str]:
+    """Names of all files below a folder, with forward slashes.
+
+    Links to folders are followed, after all that lies here in truth; a folder is entered once, so circles end.
+    """
+    entered: set[tuple[int, int]] = set()
+    tops = [str(folder)]
+    for top in tops:  # grows by the links that are met
+        for place, subfolders, files in os.walk(top):
+            status = os.stat(place)
+            if (status.st_dev, status.st_ino) in entered:
+                subfolders.clear()
+                continue
+            entered.add((status.st_dev, status.st_ino))
+            tops += [path for path in (os.path.join(place, name) for name in sorted(subfolders)) if os.path.islink(path)]
+            yield from (Path(place, file).relative_to(folder).as_posix() for file in files)
 
 
 def diffusers_folders(folders: Iterable[Path]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -99,9 +100,10 @@ class RunningPrompt:
 
 @dataclass(frozen=True)
 class _Wiring:
-    """``needs``: node -> producers of its inputs, and its children. ``lazily``: node -> producers behind its lazy links.
+    """``needs``: node -> producers of its inputs. ``lazily``: node -> producers behind its lazy links.
 
-    ``expanded``: nodes that have children; they have run, and only wait for those.
+    ``expanded``: nodes that have children. They have run, wait for their children and give out what those give: in ``nodes``
+    they are linked to them.
     """
 
     version: Any
@@ -114,13 +116,15 @@ class _Wiring:
     def of(cls, dynprompt: Any, host: Host, version: Any) -> _Wiring:
         specs = {node: dynprompt.get_node(node) for node in [*dynprompt.original_prompt, *dynprompt.ephemeral_prompt]}
         nodes = {node: Node(s["class_type"], s.get("inputs", {})) for node, s in specs.items() if "class_type" in s}
+        children = defaultdict(list)
+        for child in dynprompt.ephemeral_prompt:
+            children[dynprompt.get_parent_node_id(child)].append(child)
+        for parent in children.keys() & nodes.keys():
+            links = [link for child in children[parent] for link in _outputs(child, nodes, host)]
+            nodes[parent] = Node(nodes[parent].class_type, {**nodes[parent].inputs, **{str(link): link for link in links}})
         needs = {node: _producers(spec.inputs) for node, spec in nodes.items()}
-        parents = {child: dynprompt.get_parent_node_id(child) for child in dynprompt.ephemeral_prompt}
-        for child, parent in parents.items():
-            needs.get(parent, []).append(child)
         lazily = {node: _producers(_lazy_inputs(host.node_class(spec.class_type), spec.inputs)) for node, spec in nodes.items()}
-        lazily = {node: producers for node, producers in lazily.items() if producers}
-        return cls(version, nodes, needs, lazily, set(parents.values()))
+        return cls(version, nodes, needs, {node: producers for node, producers in lazily.items() if producers}, children.keys())
 
 
 class _Listed:
@@ -165,6 +169,12 @@ class _Wanted:
 
     def finish(self, node: str) -> None:
         self._needed.finish(node)
+
+
+def _outputs(node: str, nodes: Mapping[str, Node], host: Host) -> Iterable[list[Any]]:
+    """Links to all outputs of a node, and to one at least."""
+    cls: Any = host.node_class(nodes[node].class_type) if node in nodes else None
+    return ([node, slot] for slot in range(max(1, len(cls.RETURN_TYPES or ()) if cls is not None else 0)))
 
 
 def _producers(inputs: Mapping[str, Any]) -> list[str]:

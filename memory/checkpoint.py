@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own cap
+MAX_RANK = 16  # dimensions of a tensor; no model has more than a few
+MAX_SHOWN = 80  # characters of a file's own words in a message
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 DTYPE_BYTES = {
     "F64": 8,
@@ -42,11 +44,13 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """What tells one version of a file from the next."""
+    """What tells one version of a file from the next: tools that copy keep the size and the time of change of the contents."""
 
     path: str
     size: int
     mtime_ns: int
+    inode: int = 0
+    ctime_ns: int = 0
 
     @classmethod
     def of(cls, path: Path) -> FileIdentity:
@@ -55,7 +59,7 @@ class FileIdentity:
             status = path.stat()
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             raise _unopened(path, error) from error
-        return cls(str(path), status.st_size, status.st_mtime_ns)
+        return cls(str(path), status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,9 @@ def _joined(files: Iterable[_File]) -> Checkpoint:
     for file in files:
         for name, entry in file.tensors.items():
             if name in tensors:
-                raise CheckpointError(f"{entry.path}: tensor {name} is also in {tensors[name].path.name}; remove one of the two.")
+                raise CheckpointError(
+                    f"{entry.path}: tensor {_shown(name)} is also in {tensors[name].path.name}; remove one of the two."
+                )
             tensors[name] = entry
         metadata.update(file.metadata)
     return Checkpoint(tuple(file.identity for file in files), tensors, metadata)
@@ -156,34 +162,57 @@ def _open_shards(index: Path) -> Checkpoint:
     for shard in weight_map.values():
         if Path(shard).name != shard or shard in ("", ".."):
             raise CheckpointError(
-                f"{index}: names the shard {shard!r}, which is outside its folder; shards lie beside their index."
+                f"{index}: names the shard '{_shown(shard)}', which is outside its folder; shards lie beside their index."
             )
     files = [_read_file(index.parent / shard) for shard in sorted(set(weight_map.values()))]
     checkpoint = _joined(files)
     for name, shard in weight_map.items():
         entry = checkpoint.tensors.get(name)
         if entry is None or entry.path.name != shard:
-            raise CheckpointError(f"{index}: says that tensor {name} is in {shard}, which does not hold it; download both again.")
+            raise CheckpointError(
+                f"{index}: says that tensor {_shown(name)} is in {_shown(shard)}, which does not hold it; download both again."
+            )
     return checkpoint
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        raw = index.read_bytes()
-    except OSError as error:
-        raise _unopened(index, error) from error
-    weight_map = _table(index, raw, "its text").get("weight_map")
+    weight_map = read_table(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(s, str) for s in weight_map.values()):
         raise CheckpointError(f"{index}: has no weight_map from tensor names to file names; download it again.")
     return weight_map
 
 
-def _read_file(path: Path) -> _File:
-    if path.suffix.lower() in PICKLE_SUFFIXES:
-        raise CheckpointError(f"{path}: pickled checkpoints are never opened, since they can run code; use a .safetensors file.")
+def read_table(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError for anything else: pipes, devices and endless files, too."""
+    _regular(path)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_HEADER_BYTES + 1)
+    except OSError as error:
+        raise _unopened(path, error) from error
+    if len(raw) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path}: is larger than {MAX_HEADER_BYTES} bytes, which no description needs; download it again.")
+    return _table(path, raw, "its text")
+
+
+def _regular(path: Path) -> FileIdentity:
+    """Raises CheckpointError for a folder, and for what a reader could wait for or read from forever."""
     identity = FileIdentity.of(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: is not a file; check the name and the model folders.")
+    return identity
+
+
+def _shown(text: str) -> str:
+    """Words of a file for a message: printable, on one line, and cut where they are long."""
+    text = repr(text)[1:-1]
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def _read_file(path: Path) -> _File:
+    if path.suffix.lower() in PICKLE_SUFFIXES:
+        raise CheckpointError(f"{path}: pickled checkpoints are never opened, since they can run code; use a .safetensors file.")
+    identity = _regular(path)
     try:
         with path.open("rb") as file:
             raw = _header_bytes(path, file.read(8), identity.size, file)
@@ -243,15 +272,23 @@ def _entry(path: Path, name: str, spec: Any, data_start: int) -> TensorEntry:
     try:
         dtype, shape, (begin, end) = spec["dtype"], tuple(spec["shape"]), spec["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: the header entry of tensor {name} is malformed; download the file again.") from error
+        raise CheckpointError(
+            f"{path}: the header entry of tensor {_shown(name)} is malformed; download the file again."
+        ) from error
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise CheckpointError(f"{path}: tensor {name} has the unknown dtype {dtype!r}; use a file in a published precision.")
+        raise CheckpointError(
+            f"{path}: tensor {_shown(name)} has the unknown dtype '{_shown(dtype)}'; use a file in a published precision."
+        )
+    if len(shape) > MAX_RANK:
+        raise CheckpointError(f"{path}: tensor {_shown(name)} has {len(shape)} dimensions; download the file again.")
     if not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, begin, end)):
-        raise CheckpointError(f"{path}: tensor {name} has a shape or offsets that are no whole numbers; download the file again.")
+        raise CheckpointError(
+            f"{path}: tensor {_shown(name)} has a shape or offsets that are no whole numbers; download the file again."
+        )
     nbytes = prod(shape) * DTYPE_BYTES[dtype]
     if end - begin != nbytes:
         raise CheckpointError(
-            f"{path}: tensor {name} takes {end - begin} bytes, but its shape {list(shape)} in {dtype} needs {nbytes}; "
+            f"{path}: tensor {_shown(name)} takes {end - begin} bytes, but its shape {list(shape)} in {dtype} needs {nbytes}; "
             "download the file again."
         )
     return TensorEntry(name, path, dtype, shape, data_start + begin, nbytes)
@@ -262,7 +299,7 @@ def _check_extents(path: Path, entries: Iterable[TensorEntry], data_start: int, 
     for entry in sorted(entries, key=lambda e: (e.offset, e.nbytes)):
         if entry.offset != position:
             fault = "overlaps its neighbour" if entry.offset < position else "leaves a hole before it"
-            raise CheckpointError(f"{path}: tensor {entry.name} {fault}; the file is damaged, download it again.")
+            raise CheckpointError(f"{path}: tensor {_shown(entry.name)} {fault}; the file is damaged, download it again.")
         position += entry.nbytes
     if position != size:
         fault = "is truncated" if position > size else "has bytes behind its last tensor"

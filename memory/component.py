@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,8 @@ class Component:
 
     ``build`` makes the module (called once, on the meta device). The module declares PARTS (part -> parameter-name prefixes),
     ENTRY_POINTS (method -> parts) and REPEATED (module lists whose children can be streamed). ``recipes`` has one recipe for
-    every parameter and buffer. ``acquire(parts)`` is what entry points enter; the store sets it, before that they raise.
+    every parameter and buffer. ``config``: the numbers that ``build`` uses, where the files do not tell them. ``acquire(parts)``
+    is what entry points enter; the store sets it, before that they raise.
 
     Raises CheckpointError if the recipes do not fit the checkpoint: before any weights are read.
     """
@@ -44,6 +45,7 @@ class Component:
         device: torch.device,
         name: str | None = None,
         reader: Reader | None = None,
+        config: Hashable = None,
     ) -> None:
         self.kind = kind
         self.name = name or kind
@@ -51,7 +53,7 @@ class Component:
         self.device = device
         self.compute = cast.compute
         self.reader = reader or Reader()
-        self.identity = Identity(kind, checkpoint.files, (str(device), cast.key))
+        self.identity = Identity(kind, checkpoint.files, (str(device), cast.key, config))
         with torch.device("meta"):
             self.module = build().eval()
         self._slots = emptied(self.module, cast.dtype_of)
@@ -117,6 +119,17 @@ class Component:
             self._end(streamed)
             self._unfold(folding)
             raise
+
+    def is_ready_for(self, points: Points) -> bool:
+        return all(folding.covers(points) for folding in self._foldings)
+
+    def refold_cost(self, points: Points) -> Cost | None:
+        """Bytes that ``expect`` adds, and the largest sub-module for a moment; None where folding does not pay any more."""
+        other = [folding for folding in self._foldings if not folding.covers(points)]
+        if not all(folding.pays_for(points) for folding in other):
+            return None
+        growth = sum(folding.table_bytes_for(points) - folding.table_bytes for folding in other)
+        return Cost(max(0, growth), max((folding.peak_bytes - folding.table_bytes for folding in other), default=0))
 
     def expect(self, points: Points) -> None:
         """Be ready for these points: where sub-modules are folded for others, only their weights are read again.

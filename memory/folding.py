@@ -112,7 +112,7 @@ class Folding:
 
     @property
     def table_bytes(self) -> int:
-        return self._table_bytes(self._points)
+        return self.table_bytes_for(self._points)
 
     @property
     def peak_bytes(self) -> int:
@@ -124,7 +124,7 @@ class Folding:
 
     def pays_for(self, points: Points) -> bool:
         """Whether the tables for these points take less than the weights."""
-        return self._table_bytes(points) < self.weight_bytes
+        return self.table_bytes_for(points) < self.weight_bytes
 
     def fold(self, points: Points | None = None) -> None:
         """Compute all tables, for other points if any are given. What the features need must be filled.
@@ -143,7 +143,7 @@ class Folding:
         for folded in self._modules:
             folded.unfold()
 
-    def _table_bytes(self, points: Points) -> int:
+    def table_bytes_for(self, points: Points) -> int:
         """One value for each row of the weights and each point."""
         rows = sum(slot.shape[0] * slot.dtype.itemsize for slot in self.slots if len(slot.shape) == 2)
         return rows * len(set(points))

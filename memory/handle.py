@@ -51,7 +51,6 @@ class Handle:
         owner = None if node is None else ("node", *node)
         wanted = frozenset(parts) or self._component.parts
         with self._store.use(self._component, wanted, owner, Hints(num_passes, points)):
-            self._component.expect(points)
             yield self._component.module
 
     def release(self, reason: str) -> None:

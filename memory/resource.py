@@ -99,6 +99,20 @@ class FillRequest:
 
 
 @runtime_checkable
+class Foldable(Protocol):
+    """A resource of which parts may be held as their values for some points (see ``FillRequest``)."""
+
+    def is_ready_for(self, points: tuple[float, ...]) -> bool:
+        """Whether nothing is folded for other points alone."""
+
+    def refold_cost(self, points: tuple[float, ...]) -> Cost | None:
+        """What ``expect`` takes on top of what is resident; None where folding does not pay for these points."""
+
+    def expect(self, points: tuple[float, ...]) -> None:
+        """Be ready for these points: read again only the weights behind what is folded."""
+
+
+@runtime_checkable
 class Resource(Protocol):
     """Weights that can be brought into memory and dropped again.
 

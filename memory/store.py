@@ -21,7 +21,7 @@ import torch
 from . import device as devices
 from .frames import forget_locals
 from .ledger import Ledger
-from .resource import Cost, FillRequest, Hints, Identity, Mode, Parts, Resource
+from .resource import Cost, FillRequest, Foldable, Hints, Identity, Mode, Parts, Resource
 from .units import shown_bytes
 
 log = logging.getLogger("lazy_h3")
@@ -254,19 +254,43 @@ class Store:
 
     def _ensure_filled(self, entry: _Entry, parts: Parts, hints: Hints) -> None:
         resource = entry.resource
+        report = partial(self._report_progress, resource)
         with self._changed:
             while entry.state in ("filling", "dropping"):
                 self._changed.wait(WAIT_SECONDS)
+            refold = self._refold_cost(entry, hints.points)
             missing = parts - resource.resident_parts()
-            if not missing:
+            if refold is not None:
+                self._begin_fill(resource, refold)
+            elif missing:
+                mode, grant, points = self._decided(resource, missing, hints)
+                cost = resource.costs(missing, points)[mode].granted(grant)
+                self._begin_fill(resource, cost)
+            else:
                 return
-            mode, grant, points = self._decided(resource, missing, hints)
-            cost = resource.costs(missing, points)[mode].granted(grant)
-            self._begin_fill(resource, cost)
+        if refold is not None:
+            assert isinstance(resource, Foldable)
+            with self._fill_recorded(entry, refold.resident, "another schedule"):
+                resource.expect(hints.points)
+            self._ensure_filled(entry, parts, hints)
+            return
         what = ", ".join(sorted(missing)) if missing != resource.parts else ""
-        report = partial(self._report_progress, resource)
         with self._fill_recorded(entry, cost.resident, f"{what} {mode}".strip() if mode != "whole" else what):
             resource.fill(FillRequest(missing, mode, grant, hints.num_passes, points=points, on_bytes=report))
+
+    def _refold_cost(self, entry: _Entry, points: tuple[float, ...]) -> Cost | None:
+        """What it takes to fold a resident resource for other points; None if there is nothing to do.
+
+        Where folding does not pay for them, the resource is dropped, to be filled as they need it; if somebody else is using
+        it, it stays as it is, and reads projections again when it is asked.
+        """
+        resource = entry.resource
+        if not points or not isinstance(resource, Foldable) or resource.is_ready_for(points) or entry.pins.total() > 1:
+            return None
+        cost = resource.refold_cost(points)
+        if cost is None:
+            self._drop(entry, "another schedule, for which folding does not pay", force=True)
+        return cost
 
     def _decided(self, resource: Resource, parts: Parts, hints: Hints) -> Decision:
         """As the plan says; without one whole if that fits, else streamed in the room there is."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ import torch
 
 from ..h3.formats import FormatError, Layout, recognise
 from ..h3.tokenizer import PromptTokenizer, find_tokenizer, load_tokenizer
-from ..memory.checkpoint import Checkpoint, CheckpointError, FileIdentity, open_checkpoint
+from ..memory.checkpoint import Checkpoint, CheckpointError, FileIdentity, open_checkpoint, read_table
 from ..memory.component import Component
 from ..memory.reader import STORED_DTYPES, Reader
 from ..memory.transforms import Cast
 
+MAX_REASON = 120  # characters of an error of torch's
 MAX_COMPONENTS = 16  # skeletons are small, but files come and go
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 AS_STORED = "as stored"
@@ -66,7 +66,7 @@ class Catalogue:
             )
         with torch.device("meta"):
             module = layout.build()
-        cast = Cast(compute_dtype(dtype, checkpoint, device), module.storage_dtype)
+        cast = Cast(compute_dtype(dtype, checkpoint, layout, device), module.storage_dtype)
         return Component(
             kind=kind,
             name=f"{LOADERS[kind][0]} ({_short_name(path, dtype)})",
@@ -76,6 +76,7 @@ class Catalogue:
             cast=cast,
             device=device,
             reader=self._reader,
+            config=layout.config,
         )
 
 
@@ -86,34 +87,38 @@ def files_of(path: Path) -> tuple[FileIdentity, ...]:
 
 
 def identified(path: Path, checkpoint: Checkpoint) -> Layout:
-    """What the checkpoint is. Raises FormatError, which names the file."""
+    """What the checkpoint is. Raises FormatError or CheckpointError, which name the file."""
+    config = hugging_face_config(path)
     try:
-        return recognise(checkpoint.tensors, checkpoint.metadata, hugging_face_config(path))
+        return recognise(checkpoint.tensors, checkpoint.metadata, config)
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
+    except Exception as error:  # a reader builds what the file describes, and torch refuses that in many ways
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:MAX_REASON]
+        raise FormatError(
+            f"{path}: is not described in a way that can be built ({reason}); download the file and its config.json again."
+        ) from error
 
 
 def hugging_face_config(path: Path) -> Mapping[str, Any] | None:
     """The ``config.json`` beside the weights of a Hugging Face folder; None for a single file."""
-    file = (path if path.is_dir() else path.parent) / "config.json"
-    if not path.is_dir() or not file.is_file():
-        return None
-    try:
-        return json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise FormatError(f"{file}: is not valid JSON; download it again.") from error
+    file = path / "config.json"
+    return read_table(file) if path.is_dir() and file.exists() else None
 
 
-def compute_dtype(choice: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """The dtype of a loader's choice. As stored: that of most bytes, but fp32 for fp16 on CPUs, which compute it poorly."""
+def compute_dtype(choice: str, checkpoint: Checkpoint, layout: Layout, device: torch.device) -> torch.dtype:
+    """The dtype of a loader's choice. As stored: that of most bytes that are read, all of which are plain floating numbers.
+
+    On CPUs fp32 stands in for fp16, which they compute poorly.
+    """
     if choice != AS_STORED:
         if choice not in DTYPES:
             raise ValueError(f"{checkpoint.path}: cannot be held in {choice!r}; choose {AS_STORED}, {', '.join(DTYPES)}.")
         return DTYPES[choice]
-    totals: dict[str, int] = {}
-    for entry in checkpoint.tensors.values():
-        totals[entry.dtype] = totals.get(entry.dtype, 0) + entry.nbytes
-    stored = STORED_DTYPES[max(totals, key=totals.__getitem__)]
+    totals: Counter[str] = Counter()
+    for source in {source for recipe in layout.recipes.values() for source in recipe.sources}:
+        totals[checkpoint.tensors[source].dtype] += checkpoint.tensors[source].nbytes
+    stored = STORED_DTYPES[max(sorted(totals), key=totals.__getitem__)]
     return torch.float32 if stored == torch.float16 and device.type == "cpu" else stored
 
 

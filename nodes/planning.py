@@ -77,6 +77,6 @@ def _items(demands: Mapping[str, Mapping[Key, Demand]], find: Find, options: Pla
 
 def _costs(component: Component, parts: frozenset[str], points: tuple[float, ...]) -> Mapping[Mode, Cost]:
     """What is resident already stays as it is."""
-    if parts <= component.resident_parts():
+    if parts <= component.resident_parts() and component.is_ready_for(points):
         return {"whole": Cost(component.live_bytes())}
     return component.costs(parts, points)

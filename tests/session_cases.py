@@ -253,7 +253,7 @@ def scene(
         with installed(Runtime(EmbeddedPort(host, CPU), store, policy=policy, take_turns=take_turns)) as runtime:
             resources = Resources(store, kind, devices or {})
             played = Scene(host, runtime, resources, Record(resources))
-            host.node_classes.update({**nodes_of_ours(played), **nodes_of_others(played)})
+            host.node_classes |= {**nodes_of_ours(played), **nodes_of_others(played), **nodes_that_expand(played)}
             host.on_event(lambda name, _: add_progress_handler(played.record) if name == "execution_cached" else None)
             yield played
 
@@ -348,37 +348,11 @@ def nodes_of_others(played: Scene) -> dict[str, type]:
         execution_list.inhibit_nodes(nodes.split())
         return (value,)
 
-    def sampled_later(model: Any, value: Any, parent: str) -> tuple[str, Prompt]:
-        """A child that samples, and before it one that makes it wait a moment."""
-        first, child = (f"{parent}.0.0.{n}" for n in (0, 1))
-        return child, {first: node("Waits", value=value, seconds=0.001), child: node("Sample", model=model, value=[first, 0])}
-
-    def expands(self: Any, model: Any, value: Any) -> dict[str, Any]:
-        """Samples once, in a child."""
-        child, graph = sampled_later(model, value, parent := played.executing())
-        last = f"{parent}.0.0.2"
-        return {"result": ([last, 0],), "expand": {**graph, last: node("Passes", value=[child, 0])}}
-
-    def expands_to_output(self: Any, model: Any, value: Any) -> dict[str, Any]:
-        """Samples in a child for which nobody waits, because it is only shown."""
-        child, graph = sampled_later(model, value, parent := played.executing())
-        shown = node("Show", value=[child, 0])
-        passed = f"{parent}.0.0.2"
-        return {"result": ([passed, 0],), "expand": {passed: node("Passes", value=value), **graph, f"{parent}.0.0.3": shown}}
-
-    def repeats(self: Any, model: Any, value: Any, times: int) -> dict[str, Any]:
-        """Samples ``times`` times, each in a child of the last: a loop as other packs write it."""
-        child, rest = (f"{played.executing()}.0.0.{n}" for n in (1, 2))
-        graph = {child: node("Sample", model=model, value=value)}
-        if times > 1:
-            graph[rest] = node("Repeats", model=model, value=[child, 0], times=times - 1)
-        return {"result": ([rest if times > 1 else child, 0],), "expand": graph}
-
     def show(self: Any, value: Any) -> tuple[()]:
         played.kept[get_executing_context().node_id] = value
         return ()
 
-    both, raw = {"model": ANY, "value": ANY}, ("*", {"rawLink": True})
+    both = {"model": ANY, "value": ANY}
     return {
         "Passes": node_class(passes, {"value": ANY}),
         "Reroute": node_class(passes, {"value": ANY}),
@@ -394,11 +368,54 @@ def nodes_of_others(played: Scene) -> dict[str, type]:
         "Stops": node_class(stops, {"value": ANY}),
         "StopsInside": node_class(stops_inside, both),
         "Inhibits": _with_hidden(node_class(inhibits, {"value": ANY, "nodes": TEXT}), execution_list="EXECUTION_LIST"),
+        "Show": node_class(show, {"value": ANY}, (), OUTPUT_NODE=True),
+    }
+
+
+def nodes_that_expand(played: Scene) -> dict[str, type]:
+    """Nodes of others that put more nodes into the prompt."""
+
+    def sampled_later(model: Any, value: Any, parent: str) -> tuple[str, Prompt]:
+        """A child that samples, and before it one that makes it wait a moment."""
+        first, child = (f"{parent}.0.0.{n}" for n in (0, 1))
+        return child, {first: node("Waits", value=value, seconds=0.001), child: node("Sample", model=model, value=[first, 0])}
+
+    def expands(self: Any, model: Any, value: Any) -> dict[str, Any]:
+        """Samples once, in a child."""
+        parent = played.executing()
+        child, graph = sampled_later(model, value, parent)
+        last = f"{parent}.0.0.2"
+        return {"result": ([last, 0],), "expand": {**graph, last: node("Passes", value=[child, 0])}}
+
+    def expands_to_loader(self: Any, name: str) -> dict[str, Any]:
+        """Loads in a child, and gives out what that gives."""
+        child = f"{get_executing_context().node_id}.0.0.1"
+        return {"result": ([child, 0],), "expand": {child: node("Load", name=name)}}
+
+    def expands_to_output(self: Any, model: Any, value: Any) -> dict[str, Any]:
+        """Samples in a child for which nobody waits, because it is only shown."""
+        parent = played.executing()
+        child, graph = sampled_later(model, value, parent)
+        shown = node("Show", value=[child, 0])
+        passed = f"{parent}.0.0.2"
+        return {"result": ([passed, 0],), "expand": {passed: node("Passes", value=value), **graph, f"{parent}.0.0.3": shown}}
+
+    def repeats(self: Any, model: Any, value: Any, times: int) -> dict[str, Any]:
+        """Samples ``times`` times, each in a child of the last: a loop as other packs write it."""
+        parent = played.executing()
+        child, rest = f"{parent}.0.0.1", f"{parent}.0.0.2"
+        graph = {child: node("Sample", model=model, value=value)}
+        if times > 1:
+            graph[rest] = node("Repeats", model=model, value=[child, 0], times=times - 1)
+        return {"result": ([rest if times > 1 else child, 0],), "expand": graph}
+
+    both, raw = {"model": ANY, "value": ANY}, ("*", {"rawLink": True})
+    return {
         "ExpandsByObject": node_class(expands, both, LATENT),
         "ExpandsByLink": node_class(expands, {**both, "model": raw}, LATENT),
+        "ExpandsToLoader": node_class(expands_to_loader, {"name": TEXT}, ("MODEL",)),
         "ExpandsToOutput": node_class(expands_to_output, {**both, "model": raw}, LATENT),
         "Repeats": node_class(repeats, {**both, "model": raw, "times": ("INT",)}, LATENT),
-        "Show": node_class(show, {"value": ANY}, (), OUTPUT_NODE=True),
     }
 
 

@@ -170,6 +170,11 @@ ROWS = {
     "expansion with an output of its own": Row(
         {**chain(), "5": node("ExpandsToOutput", model=["1", 0], value=["4", 0])}, {"te": "4 5.0.0.1", "vae": "6"}
     ),
+    "expansion into a loader": Row(
+        {**chain(), "1": node("ExpandsToLoader", name="te"), "6": node("Encode", model=["1", 0], value=["5", 0])},
+        {"te": "4 6", "dit": "5"},
+        at_once=2,
+    ),
     "loop by expansion": Row(
         {**chain(), "5": node("Repeats", model=["2", 0], value=["4", 0], times=3)},
         {"te": "4", "dit": "5.0.0.2.0.0.2.0.0.1", "vae": "6"},

@@ -130,6 +130,16 @@ def test_nor_does_a_heavy_child_of_an_expansion():
         assert computed(played) == "4 4.0.0.1"
 
 
+def test_a_heavy_child_goes_before_those_that_wait_for_its_parent(monkeypatch):
+    """The decoder 6 needs what the loop 5 gives out, so its children come first in any order."""
+    monkeypatch.setattr(turns, "PATIENT_ROUNDS", 1 << 30)
+    loop = {"5": node("Repeats", model=["2", 0], value=["4", 0], times=5)}
+    with scene() as played:
+        played.succeed({**loaders(), "6": branch("")["6"], **branch("a cat"), **loop})
+        assert len(computed(played).split()) == 1 + 2 * 5 + 1
+        assert computed(played).split()[-1] == "6"
+
+
 def test_nor_does_it_while_a_node_of_another_pack_is_started_and_waits_for_it(short_rounds):
     """An async node that wants a lazy input looks as if it were at work: then it takes a while longer."""
 

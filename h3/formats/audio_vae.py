@@ -69,10 +69,17 @@ def _shapes(config: AudioVAEConfig) -> dict[str, tuple[int, ...]]:
 
 def _config(header: Header, stated: Mapping[str, Any]) -> AudioVAEConfig:
     """The published numbers, replaced by what shapes tell, replaced by what the checkpoint states."""
-    config = overlaid(AudioVAEConfig(), _encoder_sizes(header) | _decoder_sizes(header) | stated)
+    measured = _encoder_sizes(header) | _decoder_sizes(header)
+    config = overlaid(AudioVAEConfig(), measured | stated)
     for rates, others in (("decoder_rates", "decoder_kernel_sizes"), ("resblock_kernel_sizes", "resblock_dilation_sizes")):
         if len(getattr(config, rates)) != len(getattr(config, others)):
             raise FormatError(f"The audio VAE's {rates} and {others} differ in number: {CORRECT_THE_CONFIG}.")
+    header.check_counts(config, {name: sizes for name, sizes in measured.items() if isinstance(sizes, tuple)})
+    if config.latent_dim % config.num_attention_heads:
+        raise FormatError(
+            f"The audio VAE's width {config.latent_dim} does not split into {config.num_attention_heads} heads "
+            f"(num_attention_heads): {CORRECT_THE_CONFIG}."
+        )
     return config
 
 

@@ -15,7 +15,7 @@ from ..config import DiTConfig
 from ..dit import dit_class
 from ..rotary import inverse_frequencies
 from .header import CORRECT_THE_CONFIG, Header
-from .layout import FormatError, Layout, Tensors
+from .layout import FormatError, Layout, Tensors, shown
 from .recipe import Recipe, Rows, concatenated, constant, copied, halves_swapped
 from .stated import overlaid, stated_numbers
 
@@ -119,20 +119,18 @@ def _refuse_unsupported(header: Header, stated: Mapping[str, Any]) -> None:
 
 def _config(header: Header, stated: Mapping[str, Any]) -> DiTConfig:
     """The published numbers, replaced by what shapes tell, replaced by what the checkpoint states."""
-    config = overlaid(_measured(header), stated)
+    measured = _measured(header)
+    config = overlaid(measured, stated)
     if config.patch_size != DiTConfig.patch_size:
-        raise FormatError(f"The {COMPONENT} has patches of {config.patch_size}, but only {DiTConfig.patch_size} are supported.")
+        raise FormatError(
+            f"The {COMPONENT} has patches of {shown(config.patch_size)}, but only {DiTConfig.patch_size} are supported."
+        )
     if 6 * config.rope_freq_dim > config.attention_head_dim:
         raise FormatError(
             f"The {COMPONENT} has rope_freq_dim = {config.rope_freq_dim}, which turns more than the {config.attention_head_dim} "
             f"channels of a head: {CORRECT_THE_CONFIG}."
         )
-    for key, prefix in (("num_layers", "blocks."), ("num_refiner_layers", "token_refiner.blocks.")):
-        if getattr(config, key) != header.count(prefix):
-            raise FormatError(
-                f"The {COMPONENT} should have {key} = {getattr(config, key)} and the file has {header.count(prefix)}: "
-                "download the file again."
-            )
+    header.check_counts(config, {name: getattr(measured, name) for name in ("num_layers", "num_refiner_layers")})
     return config
 
 
@@ -144,7 +142,7 @@ def _measured(header: Header) -> DiTConfig:
         hidden_size=hidden_size,
         num_layers=header.count("blocks."),
         num_refiner_layers=header.count("token_refiner.blocks."),
-        num_attention_heads=header.shape("blocks.0.attn.out_proj.weight", 2)[1] // max(head_dim, 1),
+        num_attention_heads=header.shape("blocks.0.attn.out_proj.weight", 2)[1] // head_dim,
         attention_head_dim=head_dim,
         ffn_dim=header.shape("blocks.0.mlp.fc2.weight", 2)[1],
         in_channels=num_features // prod(DiTConfig.patch_size),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from .layout import FormatError, Tensors
+from .layout import FormatError, Tensors, shown
 from .recipe import Recipe
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -22,13 +23,15 @@ class Header:
         self.spelled = spelled
 
     def shape(self, name: str, num_dims: int) -> tuple[int, ...]:
-        """Raises FormatError where the tensor is missing or of another rank."""
+        """Raises FormatError where the tensor is missing, empty or of another rank."""
         stored = self.spelled(name)
         if stored not in self.tensors:
             raise FormatError(f"The {self.component} lacks the tensor {stored}: download the file again.")
         shape = tuple(self.tensors[stored].shape)
         if len(shape) != num_dims:
             raise FormatError(f"Tensor {stored} of the {self.component} has shape {list(shape)}, not {num_dims} dimensions.")
+        if 0 in shape:
+            raise FormatError(f"Tensor {stored} of the {self.component} is empty (shape {list(shape)}): download the file again.")
         return shape
 
     def count(self, prefix: str) -> int:
@@ -36,11 +39,24 @@ class Header:
         stored = self.spelled(prefix)
         return len({name[len(stored) :].partition(".")[0] for name in self.tensors if name.startswith(stored)})
 
+    def check_counts(self, config: Any, present: Mapping[str, Any]) -> None:
+        """Raises FormatError where ``config`` has more or fewer modules than the file: none is built on its word alone.
+
+        ``present``: field of ``config`` -> what the file has, a number of modules or a tuple with an entry for each.
+        """
+        for name, found in present.items():
+            value = getattr(config, name)
+            if _num_modules(value) != _num_modules(found):
+                raise FormatError(
+                    f"The {self.component} should have {name} = {shown(value)} and the file has {shown(found)}: "
+                    f"download the file again, or {CORRECT_THE_CONFIG}."
+                )
+
     def refuse_quantised(self, instead: str) -> None:
         """Raises FormatError for quantised tensors or their scales; ``instead`` names the file to use."""
         for name, tensor in self.tensors.items():
             if tensor.dtype not in PLAIN_DTYPES or name.endswith((".weight_scale", ".comfy_quant")):
-                problem = f"The {self.component} is quantised (tensor {name} is {tensor.dtype})"
+                problem = f"The {self.component} is quantised (tensor {shown(name)[1:-1]} is {tensor.dtype})"
                 raise FormatError(f"{problem}, which cannot be read yet: use {instead}.")
 
     def check(self, shapes: Shapes, recipes: Mapping[str, Recipe], ignored: Mapping[str, str]) -> None:
@@ -83,7 +99,14 @@ def source_shapes(recipe: Recipe, shape: tuple[int, ...]) -> dict[str, tuple[int
     return {source: (rows, *shape[1:]) for source, rows in num_rows.items()} | dict.fromkeys(recipe.extra, one_a_row)
 
 
+def _num_modules(value: Any) -> Any:
+    """Of each list, where there are several."""
+    if not isinstance(value, tuple):
+        return value
+    return [len(item) for item in value] if value and isinstance(value[0], tuple) else len(value)
+
+
 def _named(names: set[str]) -> str:
     """A few of the names and how many there are besides."""
-    few = ", ".join(sorted(names)[:MAX_NAMED])
+    few = ", ".join(shown(name)[1:-1] for name in sorted(names)[:MAX_NAMED])
     return f"{few} and {len(names) - MAX_NAMED} more tensors" if len(names) > MAX_NAMED else few

@@ -21,10 +21,17 @@ class TensorInfo(Protocol):
 
 
 Tensors = Mapping[str, TensorInfo]
+MAX_SHOWN = 80
 
 
 class FormatError(ValueError):
     """The tensors are not a model that we can build. One sentence: what, where, what to do."""
+
+
+def shown(value: Any) -> str:
+    """A value of a file for a message: printable, on one line, and cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 @dataclass(frozen=True)

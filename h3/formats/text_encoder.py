@@ -15,9 +15,9 @@ import torch
 from ..config import TextEncoderConfig, VisionConfig
 from ..text_encoder import TextEncoder
 from .header import CORRECT_THE_CONFIG, Header, Shapes
-from .layout import FormatError, Layout, Tensors
+from .layout import FormatError, Layout, Tensors, shown
 from .recipe import Recipe, copied
-from .stated import overlaid, stated_numbers
+from .stated import json_object, overlaid, stated_numbers
 
 MAX_LAYERS = 50  # H3 is conditioned on the hidden state after this layer
 BF16_FILE = "qwen3vl_32b_minimax_h3_bf16.safetensors"
@@ -99,7 +99,7 @@ def _refuse_quantised(header: Header) -> None:
         kind = QUANTISED_NAMES.get(last) or (QUANTISED_WEIGHTS.get(tensor.dtype) if last == "weight" else None)
         if kind is not None:
             raise FormatError(
-                f"The text encoder is quantised to {kind} (tensor {name}), which cannot be read yet: use {BF16_FILE}."
+                f"The text encoder is quantised to {kind} (tensor {shown(name)[1:-1]}), which cannot be read yet: use {BF16_FILE}."
             )
     header.refuse_quantised(BF16_FILE)
 
@@ -153,7 +153,8 @@ def _measured_tower(header: Header, out_hidden_size: int) -> VisionConfig:
 
 def _with_rope(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Rope's numbers lifted to the others: transformers has kept them in three places over time."""
-    return {**numbers, **(numbers.get("rope_scaling") or {}), **(numbers.get("rope_parameters") or {})}
+    places = ("rope_scaling", "rope_parameters")
+    return dict(numbers) | {key: value for name in places for key, value in json_object(name, numbers.get(name)).items()}
 
 
 def _chosen(names: tuple[str, ...], numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def _chosen(names: tuple[str, ...], numbers: Mapping[str, Any]) -> dict[str, Any
 def _check_rope(sizes: TextEncoderConfig) -> None:
     if len(sizes.mrope_section) != 3 or 2 * sum(sizes.mrope_section) != sizes.head_dim:
         raise FormatError(
-            f"The text encoder's rope sections {list(sizes.mrope_section)} (mrope_section) are not three numbers that make half "
+            f"The text encoder's rope sections {shown(sizes.mrope_section)} (mrope_section) are not three numbers that make half "
             f"its head size {sizes.head_dim}: {CORRECT_THE_CONFIG}."
         )
 
@@ -172,7 +173,7 @@ def _check_tower(tower: VisionConfig, num_mergers: int) -> None:
     taps = tower.deepstack_visual_indexes
     if len(taps) != num_mergers or not all(0 <= tap < tower.depth for tap in taps):
         raise FormatError(
-            f"A vision tower of {tower.depth} blocks and {num_mergers} deepstack mergers does not fit the taps {list(taps)} "
+            f"A vision tower of {tower.depth} blocks and {num_mergers} deepstack mergers does not fit the taps {shown(taps)} "
             f"(deepstack_visual_indexes): {CORRECT_THE_CONFIG}."
         )
     if tower.hidden_size % (4 * tower.num_heads):

@@ -13,11 +13,12 @@ import torch
 from ..config import VideoVAEConfig
 from ..video_vae import VideoVAE
 from .header import CORRECT_THE_CONFIG, Header
-from .layout import FormatError, Layout, Tensors
+from .layout import FormatError, Layout, Tensors, shown
 from .recipe import Recipe, constant, copied, halves_swapped, interleaved
 from .stated import overlaid, stated_numbers
 
 STATISTICS = ("latents_mean", "latents_std")
+COUNTS = ("block_out_channels", "layers_per_block", "decoder_num_layers")  # of modules
 ENCODER_MARK = "encoder.down.0.block.0.conv1.weight"
 DECODER_MARK = "decoder.transformer_blocks.0.scale1"
 IGNORED = {"decoder.mask_token": "only training masks tokens"}
@@ -53,17 +54,16 @@ def recognise(tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str
     header.refuse_quantised("minimax_h3_video_vae_fp16.safetensors")
     sizes = _config(header, parts, stated_numbers("vae", metadata, config))
     shapes = _shapes(sizes, parts)
-    found = {name: recipe for name, recipe in recipes(sizes, layout).items() if name in shapes}
-    found |= {name: constant(getattr(sizes, name)) for name in STATISTICS if name not in tensors}
+    found = recipes(sizes, layout, parts) | {name: constant(getattr(sizes, name)) for name in STATISTICS if name not in tensors}
     ignored = {name: reason for name, reason in IGNORED.items() if name in tensors}
     header.check(shapes, found, ignored)
     variant = "full" if len(parts) == len(VideoVAE.PARTS) else f"{parts[0]} only"
     return Layout("video_vae", layout, variant, sizes, partial(VideoVAE, sizes, parts), found, ignored)
 
 
-def recipes(config: VideoVAEConfig, layout: str) -> dict[str, Recipe]:
-    """Where each parameter of both halves stands in a file of ``layout``; Hugging Face keeps the statistics in config.json."""
-    shapes = _shapes(config)
+def recipes(config: VideoVAEConfig, layout: str, parts: tuple[str, ...] = tuple(VideoVAE.PARTS)) -> dict[str, Recipe]:
+    """Where each parameter of the halves stands in a file of ``layout``; Hugging Face keeps the statistics in config.json."""
+    shapes = _shapes(config, parts)
     if layout == "comfy":
         return {name: copied(name) for name in shapes}
     statistics = {name: constant(getattr(config, name)) for name in STATISTICS}
@@ -102,19 +102,31 @@ def _config(header: Header, parts: tuple[str, ...], stated: Mapping[str, Any]) -
     """The published numbers, replaced by what shapes tell, replaced by what the checkpoint states."""
     padding = stated.get("spatial_padding_mode", "reflect")
     if padding != "reflect":
-        raise FormatError(f"The video VAE's encoder pads with {padding!r}, which cannot be read: only 'reflect' is supported.")
+        raise FormatError(
+            f"The video VAE's encoder pads with {shown(padding)}, which cannot be read: only 'reflect' is supported."
+        )
     numbers = {"tile_overlap": stated.get("tile_overlap_min"), **stated}
-    if "encoder" in parts:
-        numbers = _encoder_sizes(header) | numbers
+    measured = _encoder_sizes(header) if "encoder" in parts else {}
+    measured |= _decoder_sizes(header) if "decoder" in parts else {}
+    config = overlaid(VideoVAEConfig(), measured | numbers)
+    header.check_counts(config, {name: measured[name] for name in COUNTS if name in measured})
     if "decoder" in parts:
-        numbers = _decoder_sizes(header) | numbers
-    config = overlaid(VideoVAEConfig(), numbers)
+        _check_heads(config, header.shape("decoder.x_embedder.weight", 2)[0])
     num_levels = len(config.block_out_channels)
     for factors in (config.spatial_downsample_factors, config.temporal_downsample_factors):
         if len(factors) != num_levels:
             problem = f"The video VAE's encoder has {num_levels} levels and downsample factors for {len(factors)}"
             raise FormatError(f"{problem}: {CORRECT_THE_CONFIG}.")
     return config
+
+
+def _check_heads(config: VideoVAEConfig, width: int) -> None:
+    heads, head_dim = config.decoder_num_attention_heads, config.decoder_attention_head_dim
+    if heads * head_dim != width or config.decoder_rope_dim_ratio > 1:
+        raise FormatError(
+            f"A video VAE's decoder of width {width} does not split into {heads} heads of {head_dim} channels, of which rotary "
+            f"embedding turns {config.decoder_rope_dim_ratio} (decoder_rope_dim_ratio): {CORRECT_THE_CONFIG}."
+        )
 
 
 def _encoder_sizes(header: Header) -> dict[str, Any]:

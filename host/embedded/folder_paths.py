@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..files import files_below
 from .context import current_host
 from .errors import PathError
 
@@ -95,10 +96,7 @@ class Folders:
 
     def get_filename_list(self, kind: str) -> list[str]:
         """Names of the model files of a kind, relative to their folder, with slashes, sorted."""
-        names = set()
-        for folder in self.get_folder_paths(kind):
-            for place, _, files in os.walk(folder, followlinks=True):
-                names |= {Path(place, file).relative_to(folder).as_posix() for file in files}
+        names = {name for folder in self.get_folder_paths(kind) for name in files_below(Path(folder))}
         return sorted(name for name in names if Path(name).suffix.lower() in MODEL_SUFFIXES)
 
     def get_full_path(self, kind: str, name: str) -> str | None:
