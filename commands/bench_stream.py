@@ -209,21 +209,25 @@ def overlapped(models: Path, repeats: int) -> dict[str, Any]:
 
 
 def _overlap_round(job: Job, throttle: Throttle) -> dict[str, Any]:
-    """Computing alone, reading alone, both at once, and both in turn. The file is warm: sleep makes reading slow, not a disk."""
+    """Computing alone, reading alone, both at once, both in turn, and computing alone again: other programs come and go.
+
+    The file is warm: sleep makes reading slow, not a disk.
+    """
     prepare_cache(job.path, "warm")
     throttle.seconds_per_byte = 0.0
-    whole = job.run("whole")
+    before = job.run("whole")
     costs = job.component.costs(job.parts, job.points)
-    num_bytes = costs["streamed"].read_bytes(job.num_passes)
-    raw = whole.fill_seconds / costs["whole"].read_bytes(1)
-    throttle.seconds_per_byte = max(0.0, whole.compute_seconds / num_bytes - raw)
-    slow = job.run("whole")
+    num_bytes, whole_bytes = costs["streamed"].read_bytes(job.num_passes), costs["whole"].read_bytes(1)
+    throttle.seconds_per_byte = max(0.0, before.compute_seconds / num_bytes - before.fill_seconds / whole_bytes)
+    slow, streamed, in_turn = job.run("whole"), job.run("streamed"), job.run("streamed", prefetch=False)
+    throttle.seconds_per_byte = 0.0
+    after = job.run("whole")
     return {
-        "whole": whole,
-        "compute": whole.compute_seconds,
-        "read": slow.fill_seconds / costs["whole"].read_bytes(1) * num_bytes,
-        "streamed": job.run("streamed"),
-        "without_prefetch": job.run("streamed", prefetch=False),
+        "whole": before,
+        "compute": statistics.mean(timing.compute_seconds for timing in (before, slow, after)),
+        "read": slow.fill_seconds / whole_bytes * num_bytes,
+        "streamed": streamed,
+        "without_prefetch": in_turn,
     }
 
 

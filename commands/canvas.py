@@ -67,27 +67,32 @@ class _Canvas:
 
     def _source(self, link: int | None) -> Any:
         """What feeds a link: [node, slot], the value of a primitive, or None; goes through reroutes and bypassed nodes."""
-        if link is None or link not in self._origins:
-            return None
-        origin, slot = self._origins[link]
-        node = self._nodes.get(origin)
-        if node is None or node.get("mode", 0) == MUTED:
-            return None
-        if node["type"] == "PrimitiveNode":
-            return (node.get("widgets_values") or [None])[0]
-        if node["type"] == "Reroute":
-            return self._source(node["inputs"][0].get("link"))
-        if node.get("mode", 0) == BYPASSED:
-            return self._bypassed(node, slot)
-        return [str(origin), slot]
+        followed = set()
+        while link is not None and link in self._origins:
+            origin, slot = self._origins[link]
+            if link in followed:
+                raise ValueError(f"The links of the canvas run in a circle through node {origin}; remove one of them in ComfyUI.")
+            followed.add(link)
+            node = self._nodes.get(origin)
+            if node is None or node.get("mode", 0) == MUTED:
+                return None
+            if node["type"] == "PrimitiveNode":
+                return (node.get("widgets_values") or [None])[0]
+            if node["type"] == "Reroute":
+                link = node["inputs"][0].get("link")
+            elif node.get("mode", 0) == BYPASSED:
+                link = self._bypassed(node, slot)
+            else:
+                return [str(origin), slot]
+        return None
 
-    def _bypassed(self, node: Mapping[str, Any], slot: int) -> Any:
-        """A bypassed node forwards the input at the same index if its type fits, else the first that does."""
+    def _bypassed(self, node: Mapping[str, Any], slot: int) -> int | None:
+        """A bypassed node forwards the link at the same index if its type fits, else the first that does."""
         kind = node["outputs"][slot]["type"]
         inputs = node.get("inputs") or []
         same_place = inputs[slot : slot + 1]
         fitting = [i for i in [*same_place, *inputs] if i["type"] == kind]
-        return self._source(fitting[0].get("link")) if fitting else None
+        return fitting[0].get("link") if fitting else None
 
 
 def _is_widget(spec: Any) -> bool:

@@ -51,8 +51,8 @@ def load_workflow(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: is not JSON; save the workflow again.") from error
     if not isinstance(workflow, dict):
         raise ValueError(f"{path}: is not a workflow; save it from ComfyUI, or export it in API format.")
-    if not _is_canvas(workflow) and not _is_prompt(workflow):
-        raise ValueError(f"{path}: is neither a canvas workflow nor an API-format prompt; export it from ComfyUI again.")
+    if not _is_canvas(workflow):
+        _check_prompt(path, workflow)
     return workflow
 
 
@@ -134,8 +134,14 @@ def _is_canvas(workflow: Mapping[str, Any]) -> bool:
     return isinstance(workflow.get("nodes"), list)
 
 
-def _is_prompt(workflow: Mapping[str, Any]) -> bool:
-    return bool(workflow) and all(isinstance(node, dict) and "class_type" in node for node in workflow.values())
+def _check_prompt(path: Path, workflow: Mapping[str, Any]) -> None:
+    if not workflow or not all(isinstance(node, dict) and "class_type" in node for node in workflow.values()):
+        raise ValueError(f"{path}: is neither a canvas workflow nor an API-format prompt; export it from ComfyUI again.")
+    for node, spec in workflow.items():
+        if not isinstance(spec["class_type"], str) or not isinstance(spec.get("inputs", {}), dict):
+            raise ValueError(
+                f"{path}: node {node} has no text as class_type, or no object as inputs; export it from ComfyUI again."
+            )
 
 
 def _value(target: str, text: str, declared: InputDeclaration) -> Any:

@@ -57,7 +57,7 @@ def audio_sigmas(video_sigmas: Tensor, video_shift: float = VIDEO_SHIFT, audio_s
 
 def official_sigmas(num_points: int, shift: float) -> Tensor:
     """The official grid of ``num_points`` with both ends: one network evaluation fewer."""
-    return shifted(torch.linspace(1, 0, num_points), shift).unique_consecutive()
+    return shifted(torch.linspace(1, 0, num_points), shift)
 
 
 def ladder_sigmas(rungs: Sequence[int], shift: float) -> Tensor:
@@ -69,7 +69,7 @@ def comfy_simple_sigmas(num_steps: int, shift: float) -> Tensor:
     """ComfyUI's "simple" scheduler: every n-th entry of a table of 1000 levels, and 0."""
     table = shifted(torch.arange(1, COMFY_TABLE_LENGTH + 1) / COMFY_TABLE_LENGTH, shift)
     stride = COMFY_TABLE_LENGTH / num_steps
-    return torch.stack([*(table[-1 - int(step * stride)] for step in range(num_steps)), torch.zeros(())])
+    return torch.cat([table[[-1 - int(step * stride) for step in range(num_steps)]], torch.zeros(1)])
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,36 @@ class Schedule:
         return cls(tuple(video.float().tolist()), tuple(audio.float().tolist()))
 
     @classmethod
-    def official(cls, num_steps: int, video_shift: float = VIDEO_SHIFT, audio_shift: float = AUDIO_SHIFT) -> Schedule:
-        """The official schedule of ``num_steps`` network evaluations, which its own pipeline calls num_steps + 1."""
-        return cls.of(official_sigmas(num_steps + 1, video_shift), official_sigmas(num_steps + 1, audio_shift))
+    def falling(cls, video: Tensor, audio: Tensor, last: int | None = None) -> Schedule:
+        """The ``last`` steps (default: all), without those in which a stream stays at its level, where fp32 is too coarse."""
+        pairs = list(zip(video.float().tolist(), audio.float().tolist(), strict=True))[-1 - (last or len(video)) :]
+        kept = pairs[:1]
+        for pair in pairs[1:]:
+            if pair[0] != kept[-1][0] and pair[1] != kept[-1][1]:
+                kept.append(pair)
+        return cls(*zip(*kept, strict=True))
+
+    @classmethod
+    def official(
+        cls, num_steps: int, video_shift: float = VIDEO_SHIFT, audio_shift: float = AUDIO_SHIFT, last: int | None = None
+    ) -> Schedule:
+        """The official schedule of ``num_steps`` network evaluations, which its own pipeline calls num_steps + 1.
+
+        ``last``: these steps alone, to start from a latent that is not all noise.
+        """
+        video, audio = (official_sigmas(num_steps + 1, shift) for shift in (video_shift, audio_shift))
+        return cls.falling(video, audio, last)
 
     @classmethod
     def ladder(cls, rungs: Sequence[int], video_shift: float = VIDEO_SHIFT, audio_shift: float = AUDIO_SHIFT) -> Schedule:
         return cls.of(ladder_sigmas(rungs, video_shift), ladder_sigmas(rungs, audio_shift))
 
     @classmethod
-    def comfy_simple(cls, num_steps: int, video_shift: float = VIDEO_SHIFT, audio_shift: float = AUDIO_SHIFT) -> Schedule:
-        return cls.of_video(comfy_simple_sigmas(num_steps, video_shift), video_shift, audio_shift)
+    def comfy_simple(
+        cls, num_steps: int, video_shift: float = VIDEO_SHIFT, audio_shift: float = AUDIO_SHIFT, last: int | None = None
+    ) -> Schedule:
+        sigmas = comfy_simple_sigmas(num_steps, video_shift)
+        return cls.falling(sigmas, audio_sigmas(sigmas, video_shift, audio_shift), last)
 
     @classmethod
     def of_video(cls, sigmas: Tensor, video_shift: float = VIDEO_SHIFT, audio_shift: float = AUDIO_SHIFT) -> Schedule:
@@ -123,10 +142,6 @@ class Schedule:
         """Clean-times (video, audio) of every network evaluation, rounded to fp32 as the network sees them."""
         video, audio = (1 - torch.tensor(sigmas[:-1]) for sigmas in (self.video, self.audio))
         return tuple(zip(video.tolist(), audio.tolist(), strict=True))
-
-    def last(self, num_steps: int) -> Schedule:
-        """The last ``num_steps`` steps alone, to start from a latent that is not all noise."""
-        return Schedule(self.video[-1 - num_steps :], self.audio[-1 - num_steps :])
 
 
 def comfy_noise(video_shape: Sequence[int], audio_shape: Sequence[int], generator: torch.Generator) -> Latents:

@@ -32,7 +32,7 @@ def find_executor() -> Executor | None:
     while frame is not None:
         if frame.f_code.co_name == EXECUTOR_FUNCTION:
             execution_list = frame.f_locals.get("execution_list")
-            if hasattr(execution_list, "pendingNodes"):
+            if hasattr(execution_list, "pendingNodes") and hasattr(execution_list, "__weakref__"):
                 return Executor(execution_list, _cached_nodes(frame.f_locals.get("self")))
         frame = frame.f_back
     return None

@@ -163,6 +163,8 @@ async def _json_of(request: web.Request, max_bytes: int = MAX_BODY_BYTES) -> Any
         return json.loads(await request.clone(client_max_size=max_bytes).read())
     except web.HTTPRequestEntityTooLarge as error:
         raise RequestRefused(413, "body_too_large", f"The body is longer than {max_bytes} bytes.") from error
+    except web.RequestPayloadError as error:
+        raise RequestRefused(400, "invalid_encoding", "The body is not in its Content-Encoding; send it plain.") from error
     except (ValueError, RecursionError) as error:  # also for text in another encoding
         raise RequestRefused(400, "invalid_json", "The body is no JSON; send a JSON object.") from error
 

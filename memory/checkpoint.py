@@ -16,6 +16,7 @@ from typing import Any
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own cap
 MAX_RANK = 16  # dimensions of a tensor; no model has more than a few
+MAX_NAME = 255  # characters that file systems take
 MAX_SHOWN = 80  # characters of a file's own words in a message
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 DTYPE_BYTES = {
@@ -160,10 +161,9 @@ def _joined(files: Iterable[_File]) -> Checkpoint:
 def _open_shards(index: Path) -> Checkpoint:
     weight_map = _weight_map(index)
     for shard in weight_map.values():
-        if Path(shard).name != shard or shard in ("", ".."):
-            raise CheckpointError(
-                f"{index}: names the shard '{_shown(shard)}', which is outside its folder; shards lie beside their index."
-            )
+        if Path(shard).name != shard or shard in ("", "..") or not shard.isprintable() or len(shard) > MAX_NAME:
+            problem = f"names the shard '{_shown(shard)}', which is outside its folder or no name of a file"
+            raise CheckpointError(f"{index}: {problem}; shards lie beside their index.")
     files = [_read_file(index.parent / shard) for shard in sorted(set(weight_map.values()))]
     checkpoint = _joined(files)
     for name, shard in weight_map.items():
@@ -277,7 +277,7 @@ def _entry(path: Path, name: str, spec: Any, data_start: int) -> TensorEntry:
         ) from error
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise CheckpointError(
-            f"{path}: tensor {_shown(name)} has the unknown dtype '{_shown(dtype)}'; use a file in a published precision."
+            f"{path}: tensor {_shown(name)} has the unknown dtype '{_shown(str(dtype))}'; use a file in a published precision."
         )
     if len(shape) > MAX_RANK:
         raise CheckpointError(f"{path}: tensor {_shown(name)} has {len(shape)} dimensions; download the file again.")

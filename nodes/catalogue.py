@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..memory.reader import STORED_DTYPES, Reader
 from ..memory.transforms import Cast
 
 MAX_REASON = 120  # characters of an error of torch's
-MAX_COMPONENTS = 16  # skeletons are small, but files come and go
+MAX_COMPONENTS = 64  # more than a prompt and those planned beside it use; skeletons are small, but files come and go
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 AS_STORED = "as stored"
 LOADERS = {
@@ -31,10 +32,11 @@ LOADERS = {
 
 
 class Catalogue:
-    """Components by file and options; the same question gives the same component while its file is unchanged."""
+    """Components by file and options; the same question gives the same component while its file is unchanged. On any thread."""
 
     def __init__(self, reader: Reader | None = None) -> None:
         self._reader = reader or Reader()
+        self._lock = threading.Lock()
         self._components: OrderedDict[tuple[Any, ...], Component] = OrderedDict()
         self.kinds: dict[str, str] = {}  # names of all components so far, for reports
 
@@ -44,17 +46,18 @@ class Catalogue:
         ``dtype``: "as stored", "bf16", "fp16" or "fp32". Raises CheckpointError or FormatError.
         """
         key = (files_of(path), kind, dtype, str(device))
-        if key not in self._components:
-            self._components[key] = self._built(path, kind, dtype, device)
-            self.kinds[self._components[key].name] = kind
-        self._components.move_to_end(key)
-        while len(self._components) > MAX_COMPONENTS:
-            self._components.popitem(last=False)
-        return self._components[key]
+        with self._lock:
+            component = self._components.pop(key, None) or self._built(path, kind, dtype, device)
+            self._components[key] = component  # the last to go
+            self.kinds[component.name] = kind
+            while len(self._components) > MAX_COMPONENTS:
+                self._components.popitem(last=False)
+        return component
 
     def find(self, identity: Any) -> Component | None:
         """The component of this identity, if it was asked for before."""
-        return next((component for component in self._components.values() if component.identity == identity), None)
+        with self._lock:
+            return next((component for component in self._components.values() if component.identity == identity), None)
 
     def _built(self, path: Path, kind: str, dtype: str, device: torch.device) -> Component:
         checkpoint = open_checkpoint(path)

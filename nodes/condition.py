@@ -12,7 +12,7 @@ from ..memory.component import Component
 from ..memory.handle import Handle
 from .catalogue import tokenizer_of
 from .demand import Demand, GraphSizes
-from .load import CATEGORY
+from .load import CATEGORY, of_kind
 from .runtime import runtime
 
 
@@ -49,8 +49,10 @@ class LazyH3EncodePrompt:
         return Demand(frozenset({"language"}), activation_bytes=values * component.compute.itemsize)
 
     async def encode(self, text_encoder: Handle, prompt: str) -> tuple[list[Any]]:
-        """[[states [1, L, width], {"minimax_token_tags": [L]}]] on the CPU."""
+        """[[states [1, L, width], {"minimax_token_tags": [L]}]] on the CPU. Raises ValueError for what is no text."""
         shared = runtime()
+        of_kind(text_encoder, "text_encoder")
+        _check_text(prompt)
         await shared.attachment.turn()
         tokenizer = tokenizer_of(text_encoder.component, shared.host.tokenizer_folders())
         request = present(text_to_video(prompt), tokenizer, text_encoder.config)
@@ -59,3 +61,10 @@ class LazyH3EncodePrompt:
             report = shared.progress(text_encoder.config.num_hidden_layers)
             states = model(request.token_ids.to(device), request.position_ids.to(device), on_layer=report)
         return ([[states[None].cpu(), {"minimax_token_tags": request.tags}]],)
+
+
+def _check_text(prompt: str) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"The prompt's character {error.start + 1} is half of a pair of surrogates; type it again.") from error

@@ -14,7 +14,7 @@ from ..h3.windows import decode_plan
 from ..memory.component import Component
 from ..memory.handle import Handle
 from .demand import Demand, GraphSizes
-from .load import CATEGORY
+from .load import CATEGORY, of_kind
 from .runtime import runtime
 
 RULES = ["raw", "composited"]
@@ -68,6 +68,7 @@ class LazyH3DecodeVideo:
     ) -> tuple[torch.Tensor]:
         """Frames [F, H, W, 3] in [0, 1], fp32 on the CPU."""
         shared = runtime()
+        of_kind(video_vae, "video_vae")
         await shared.attachment.turn()
         video = _stream(latent, 0)
         report = shared.progress(1)
@@ -113,6 +114,7 @@ class LazyH3DecodeAudio:
     async def decode(self, audio_vae: Handle, latent: dict[str, Any], limit_loudness: bool = False) -> tuple[dict[str, Any]]:
         """{"waveform": [1, 2, samples] fp32 on the CPU, "sample_rate": Hz}."""
         shared = runtime()
+        of_kind(audio_vae, "audio_vae")
         await shared.attachment.turn()
         audio = _stream(latent, -1)
         report = shared.progress(1)

@@ -38,7 +38,7 @@ class GraphSizes:
 
     def latent(self, value: Any) -> LatentSize:
         """Size of the latent that an input receives."""
-        size = self._latent(value, set())
+        size = self._latent(value)
         if size is None:
             self.guesses.append("a latent of unknown size is taken for 1344 x 768 with 124 frames")
         return size or DEFAULT_SIZE
@@ -46,23 +46,33 @@ class GraphSizes:
     def tokens(self, value: Any) -> int:
         """Rows of the condition that an input receives, or of a prompt that is given itself."""
         if isinstance(value, str):
-            return len(value.encode()) // BYTES_PER_TOKEN + 1
+            return len(value.encode(errors="replace")) // BYTES_PER_TOKEN + 1
         link = link_of(value)
         node = self._nodes.get(link[0]) if link else None
         prompt = node.inputs.get("prompt") if node else None
         return self.tokens(prompt) if isinstance(prompt, str) else TOKENS_WITHOUT_PROMPT
 
-    def _latent(self, value: Any, seen: set[str]) -> LatentSize | None:
-        link = link_of(value)
-        node = self._nodes.get(link[0]) if link else None
-        if link is None or node is None or link[0] in seen:
-            return None
-        seen.add(link[0])
+    def _latent(self, value: Any) -> LatentSize | None:
+        """The first size that is known behind an input, up the wires of latents."""
+        pending, seen = [value], set[str]()
+        while pending:
+            link = link_of(pending.pop())
+            node = self._nodes.get(link[0]) if link else None
+            if link is None or node is None or link[0] in seen:
+                continue
+            seen.add(link[0])
+            size = self._made_by(node)
+            if size is not None:
+                return size
+            pending += [node.inputs[name] for name in reversed(LATENT_INPUTS) if name in node.inputs]
+        return None
+
+    def _made_by(self, node: Node) -> LatentSize | None:
+        """Size of the latent that a node makes from constants alone."""
         size_of = getattr(self._classes.get(node.class_type), "latent_size", None)
         if size_of is not None and not any(link_of(v) for v in node.inputs.values()):
             return size_of(**node.inputs)
         if node.class_type == CORE_EMPTY_LATENT and all(isinstance(v, int) for v in node.inputs.values()):
             frames = geometry.aligned_frames(max(5, node.inputs["length"]))
             return LatentSize.of_clip(frames, node.inputs["height"], node.inputs["width"])
-        found = (self._latent(node.inputs[name], seen) for name in LATENT_INPUTS if name in node.inputs)
-        return next((size for size in found if size is not None), None)
+        return None

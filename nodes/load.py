@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ..memory.component import Component
 from ..memory.handle import Handle
 from ..memory.resource import Identity
-from .catalogue import AS_STORED, DTYPES, files_of
+from .catalogue import AS_STORED, DTYPES, LOADERS, files_of
 from .runtime import runtime
 
 CATEGORY = "Lazy H3"
@@ -93,7 +93,7 @@ class _FileLoader(LazyH3Loader):
 
     @classmethod
     def paths(cls, *, file: str) -> dict[int, tuple[str, Path]]:
-        return {0: (cls.KIND, runtime().host.model_path(cls.FOLDER, file))}
+        return {0: (cls.KIND, _model_path(cls.FOLDER, file))}
 
 
 class LazyH3TextEncoderLoader(_FileLoader):
@@ -174,8 +174,24 @@ class LazyH3FolderLoader(LazyH3Loader):
 
     @classmethod
     def paths(cls, *, folder: str) -> dict[int, tuple[str, Path]]:
-        root = runtime().host.model_path("diffusers", folder)
+        root = _model_path("diffusers", folder)
         return {slot: (kind, root / subfolder) for slot, (kind, subfolder) in enumerate(cls.SUBFOLDERS)}
+
+
+def of_kind(value: Any, kind: str) -> Handle:
+    """The value, if it is the handle of a component of this kind. Raises ValueError, which says what to wire in."""
+    if isinstance(value, Handle) and value.kind == kind:
+        return value
+    wanted, loader = LOADERS[kind]
+    found = f"the handle of the {LOADERS[value.kind][0]}" if isinstance(value, Handle) else f"{value!r:.40}, which is no handle"
+    raise ValueError(f"This node needs the {wanted} and was given {found}; wire in the node {loader}.")
+
+
+def _model_path(folder: str, name: Any) -> Path:
+    """The path of a name in a loader's list. Raises ValueError if there is none, or if it is no name at all."""
+    if not isinstance(name, str):
+        raise ValueError(f"The loader was given {name!r:.40} in place of a name; choose one from its list.")
+    return runtime().host.model_path(folder, name)
 
 
 def _found(paths: Callable[..., Any], **inputs: str) -> bool | str:

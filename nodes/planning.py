@@ -14,6 +14,7 @@ from ..memory.plan import Item, Plan, Policy, Stage, Use, make_plan
 from ..memory.resource import Cost, Mode
 from ..memory.turns import grouped_order
 from .demand import Demand, GraphSizes
+from .widgets import checked
 
 Find = Callable[[Key], Component | None]
 
@@ -32,7 +33,10 @@ class PlanOptions:
 def planned(
     nodes: Mapping[str, Node], host: Host, find: Find, options: PlanOptions, may_run: Container[str] | None = None
 ) -> Plan:
-    """Plan the heavy nodes of a prompt that may run (all, without ``may_run``). ``find`` gives the component of a key."""
+    """Plan the heavy nodes of a prompt that may run (all, without ``may_run``). ``find`` gives the component of a key.
+
+    Raises ValueError for a widget value that no validation would let through.
+    """
     classes = {spec.class_type: host.node_class(spec.class_type) for spec in nodes.values()}
     paths = trails(nodes, lambda name: declared_class(classes.get(name)), loaded_resources(nodes, host))
     needs = {
@@ -40,15 +44,17 @@ def planned(
         for node, spec in nodes.items()
         if hasattr(classes[spec.class_type], "demand") and (may_run is None or node in may_run)
     }
-    sizes = GraphSizes(nodes, {name: cls for name, cls in classes.items() if cls is not None})
+    components = {key: found for key in paths if (found := find(key)) is not None}
+    valid = {node: checked(node, spec, classes[spec.class_type]) for node, spec in nodes.items()}
+    sizes = GraphSizes(valid, {name: cls for name, cls in classes.items() if cls is not None})
     demands = {}
     for node in grouped_order(nodes, needs):
         cls: Any = classes[nodes[node].class_type]
-        components = {key: find(key) for key in needs[node]}
-        demands[node] = {k: cls.demand(nodes[node].inputs, sizes, c) for k, c in components.items() if c is not None}
+        used = needs[node] & components.keys()
+        demands[node] = {key: cls.demand(valid[node].inputs, sizes, components[key]) for key in used}
     stages = [_stage(node, asked, options) for node, asked in demands.items() if asked]
     plan = make_plan(
-        stages, _items(demands, find, options), room=options.room, budget=options.budget, policy=options.policy,
+        stages, _items(demands, components, options), room=options.room, budget=options.budget, policy=options.policy,
         streams_single_passes=options.may_stream,
     )  # fmt: skip
     return plan if not sizes.guesses else plan.warned(sizes.guesses)
@@ -59,7 +65,7 @@ def _stage(node: str, asked: Mapping[Key, Demand], options: PlanOptions) -> Stag
     return Stage(node, uses, max(demand.activation_bytes for demand in asked.values()))
 
 
-def _items(demands: Mapping[str, Mapping[Key, Demand]], find: Find, options: PlanOptions) -> list[Item]:
+def _items(demands: Mapping[str, Mapping[Key, Demand]], components: Mapping[Key, Component], options: PlanOptions) -> list[Item]:
     """All components that are asked for, with the parts and points of all who ask."""
     by_key: dict[Key, list[Demand]] = {}
     for asked in demands.values():
@@ -67,8 +73,7 @@ def _items(demands: Mapping[str, Mapping[Key, Demand]], find: Find, options: Pla
             by_key.setdefault(key, []).append(demand)
     items = []
     for key, wanted in by_key.items():
-        component = find(key)
-        assert component is not None
+        component = components[key]
         parts = frozenset().union(*(demand.parts for demand in wanted)) & component.parts
         points = tuple(sorted({point for demand in wanted for point in demand.points})) if options.may_fold else ()
         items.append(Item(key, component.name, _costs(component, parts, points), component.nbytes(), points))

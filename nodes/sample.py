@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..h3.config import FPS, STEREO, DiTConfig
 from ..memory.component import Component
 from ..memory.handle import Handle
 from .demand import Demand, GraphSizes
-from .load import CATEGORY
+from .load import CATEGORY, of_kind
 from .runtime import runtime
 
 CANVAS_MULTIPLE = 32
@@ -21,6 +22,8 @@ NOISES = {"comfy": sampling.comfy_noise, "official": sampling.official_noise}
 SCHEDULES = {"official": sampling.Schedule.official, "simple": sampling.Schedule.comfy_simple}
 SCHEDULE_INPUTS = ("steps", "video_shift", "audio_shift", "schedule", "denoise")
 MAX_SEED = 0xFFFFFFFFFFFFFFFF
+
+log = logging.getLogger("lazy_h3")
 
 
 class LazyH3EmptyLatent:
@@ -63,13 +66,13 @@ class LazyH3EmptyLatent:
         return geometry.LatentSize.of_clip(frames, _snapped(height), _snapped(width))
 
     def make(self, width: int, height: int, duration: float, unit: str) -> tuple[dict[str, Any], int, str]:
-        """Zeros: video [1, 24, T, H/16, W/16] and audio [1, 32, 2, T_a]."""
+        """Zeros that take no memory, of any size: video [1, 24, T, H/16, W/16] and audio [1, 32, 2, T_a]."""
         runtime().attachment.touch()
         size = self.latent_size(width, height, duration, unit)
         frames = geometry.pixel_frames(size.frames)
         model = DiTConfig()
-        video = torch.zeros(1, model.in_channels, size.frames, size.height, size.width)
-        audio = torch.zeros(1, model.audio_in_channels, STEREO, size.audio)
+        video = torch.zeros(()).expand(1, model.in_channels, size.frames, size.height, size.width)
+        audio = torch.zeros(()).expand(1, model.audio_in_channels, STEREO, size.audio)
         info = _delivery(f"{width} x {height}, {duration:g} {unit}", _snapped(width), _snapped(height), frames)
         return {"samples": runtime().host.nested_latent(video, audio)}, frames, info
 
@@ -153,14 +156,15 @@ class LazyH3Sampler:
     ) -> tuple[dict[str, Any]]:
         """The latent with both streams sampled, fp32 on the CPU. Raises ValueError for inputs that are not H3's."""
         shared = runtime()
+        of_kind(dit, "dit")
         await shared.attachment.turn()
         states, options = _only_condition(positive, dit.config)
         start = _streams(latent, dit.config)
         plan = _schedule(steps, video_shift, audio_shift, schedule, denoise)
-        draw = NOISES[noise](start.video.shape, start.audio.shape, torch.Generator().manual_seed(seed))
-        report = shared.progress(steps)
+        report = shared.progress(plan.num_steps)
         hints = {"num_passes": plan.num_steps, "points": _clean_times(plan)}
         with dit.use(node=shared.host.executing(), **hints) as model, torch.inference_mode():
+            draw = NOISES[noise](start.video.shape, start.audio.shape, torch.Generator().manual_seed(seed))
             result = sampling.sample(
                 model,
                 states,
@@ -170,6 +174,7 @@ class LazyH3Sampler:
                 start=start if denoise < 1 else None,
                 on_step=lambda done, total, _: report(done, total),
             )
+        _warn_unless_finite(result, dit)
         return ({**latent, "samples": shared.host.nested_latent(result.video, result.audio)},)
 
 
@@ -180,7 +185,19 @@ def _schedule(
     schedule: str = "official",
     denoise: float = 1.0,
 ) -> sampling.Schedule:
-    return SCHEDULES[schedule](max(steps, round(steps / denoise)), video_shift, audio_shift).last(steps)
+    """The last ``steps`` of as many more as ``denoise`` leaves out."""
+    return SCHEDULES[schedule](max(steps, round(steps / denoise)), video_shift, audio_shift, last=steps)
+
+
+def _warn_unless_finite(result: sampling.Latents, dit: Handle) -> None:
+    if not all(stream.isfinite().all() for stream in result):
+        compute = str(dit.component.compute).removeprefix("torch.")
+        log.warning(
+            "Lazy H3: the latent holds NaN or infinite values: %s overflows in %s or its file is damaged; "
+            "choose fp32 in its loader, or download it again.",
+            dit.component.name,
+            compute,
+        )
 
 
 def _clean_times(schedule: sampling.Schedule) -> tuple[float, ...]:

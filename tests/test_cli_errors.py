@@ -200,6 +200,11 @@ WORKFLOWS = {
     "something else": ({"weights": {"a": 1}}, "neither a canvas workflow nor an API-format prompt"),
     "subgraphs": ({"nodes": [], "links": [], "definitions": {"subgraphs": [{"id": "x"}]}}, "has subgraphs"),
     "a node of ComfyUI": ({"nodes": [{"id": 1, "type": "KSampler"}], "links": []}, "KSampler"),
+    "inputs that are no object": (
+        {"1": {"class_type": "SaveVideo", "inputs": 5}},
+        "node 1 has no text as class_type, or no object",
+    ),
+    "a class that is no text": ({"1": {"class_type": [], "inputs": {}}}, "node 1 has no text as class_type, or no object"),
     "a damaged canvas": ({"nodes": [{"type": "SaveVideo"}], "links": []}, "damaged"),
 }
 
@@ -208,6 +213,25 @@ WORKFLOWS = {
 def test_a_file_that_is_no_workflow_says_why(run, tmp_path, case):
     content, words = WORKFLOWS[case]
     assert_one_line(run(workflow=written(tmp_path / "w.json", content)), words)
+
+
+BAD_VALUES = {
+    "1.file": (None, "choose one from its list"),
+    "2.file": ({"__value__": ["a", 0]}, "would be taken for a link"),
+    "5.prompt": ("\ud800", "half of a pair"),
+    "5.text_encoder": ("1", "wire in the node Load text encoder (Lazy H3)"),
+    "6.duration": (float("nan"), "duration"),
+    "7.denoise": (float("inf"), "denoise"),
+}
+
+
+@pytest.mark.parametrize("target", BAD_VALUES)
+def test_a_value_of_a_prompt_that_makes_no_sense_is_one_line(run, tmp_path, target):
+    (node, name), (value, words) = target.split("."), BAD_VALUES[target]
+    prompt = json.loads(WORKFLOW.read_text())
+    prompt[node]["inputs"][name] = value
+    assert words in run(workflow=written(tmp_path / "w.json", prompt))[2].splitlines()[-1]
+    assert_one_line(run(workflow=tmp_path / "w.json"), words)
 
 
 def test_a_workflow_that_is_missing_is_named(run, tmp_path):

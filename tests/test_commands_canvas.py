@@ -104,6 +104,17 @@ def test_reroutes_are_followed_to_their_source():
     assert worker_inputs(node(2, "Source"), *reroutes, worker, links=[(1, 2, 0), (2, 4, 0), (3, 5, 0)])["latent"] == ["2", 0]
 
 
+def test_a_long_chain_of_reroutes_has_an_end_and_a_circle_is_refused():
+    count = 3000
+    reroutes = [node(100 + i, "Reroute", inputs=[("", "*", i)]) for i in range(count)]
+    links = [(0, 2, 0), *((i + 1, 100 + i, 0) for i in range(count))]
+    worker = node(9, "Worker", inputs=[("latent", "LATENT", count)])
+    assert worker_inputs(node(2, "Source"), *reroutes, worker, links=links)["latent"] == ["2", 0]
+    circle = [(0, 101, 0), *links[1:]]
+    with pytest.raises(ValueError, match="run in a circle through node"):
+        worker_inputs(*reroutes, worker, links=circle)
+
+
 def test_a_bypassed_node_hands_on_the_input_of_its_outputs_type():
     inputs = [("seed", "INT", 2), ("latent", "LATENT", 1)]
     bypassed = node(4, "Worker", inputs=inputs, mode=BYPASSED)

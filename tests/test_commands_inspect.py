@@ -171,7 +171,7 @@ def test_a_broken_config_is_named(inspect, tmp_path):
     config.write_text("{oops")
     code, _, stderr = inspect(config.parent)
     assert code == 2
-    assert f"{config}: is not valid JSON" in stderr
+    assert f"{config}: its text is not valid JSON" in stderr
 
 
 def test_people_get_lines_with_the_same_facts(capsys):

@@ -1,6 +1,7 @@
 """Names of model files: found where they are, never outside the model folders."""
 
 import pytest
+from lazy_h3.host.embedded.folder_paths import Folders
 from lazy_h3.host.files import diffusers_folders, inside, model_files
 
 
@@ -67,3 +68,17 @@ def test_model_folders_are_found_by_their_transformer_two_levels_deep(tmp_path):
         (tmp_path / name / "transformer" / "config.json").write_text("{}")
     (tmp_path / "not a model" / "vae").mkdir(parents=True)
     assert diffusers_folders([tmp_path, tmp_path / "no such folder"]) == ["by/two", "one"]
+
+
+def test_circles_of_links_end_and_hide_no_name(tmp_path):
+    """Every folder of the circle links to all: without an end, each step would multiply the paths."""
+    names = [f"vae/{letter}" for letter in "abcdef"]
+    for name in names:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "m.safetensors").write_text(name)
+        for other in "abcdef":
+            (tmp_path / name / f"0{other}").symlink_to(f"../{other}", target_is_directory=True)
+        (tmp_path / name / "up").symlink_to("../..", target_is_directory=True)
+    expected = [f"{letter}/m.safetensors" for letter in "abcdef"]
+    assert model_files([tmp_path / "vae"]) == expected
+    assert Folders(tmp_path, tmp_path, None, [tmp_path]).get_filename_list("vae") == expected

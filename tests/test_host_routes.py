@@ -269,6 +269,47 @@ def test_planning_never_fails_the_server_on_any_prompt(running, prompt):
     assert status == 200 or found["error"]["type"] == "cannot_plan"
 
 
+OUTSIDE = {
+    "7.steps": 10_000_000,
+    "7.denoise": 1e-9,
+    "7.video_shift": float("nan"),
+    "7.schedule": "zigzag",
+    "6.width": 10**30,
+    "6.duration": "long",
+    "6.height": None,
+}
+
+
+@pytest.mark.parametrize("target", OUTSIDE)
+def test_a_value_that_no_node_takes_is_refused_before_anything_is_computed_from_it(running, target):
+    status, found = post(running, {"prompt": text_to_video({target: OUTSIDE[target]})}, PLAN)
+    node, name = target.split(".")
+    assert (status, found["error"]["type"]) == (400, "cannot_plan")
+    assert f"node {node} (LazyH3" in found["error"]["message"]
+    assert f"{name} is {OUTSIDE[target]!r:.40}" in found["error"]["message"]
+
+
+def test_numbers_may_be_text_and_inputs_that_no_node_declares_do_not_matter(running):
+    _, plain = post(running, {"prompt": text_to_video()}, PLAN)
+    _, found = post(running, {"prompt": text_to_video({"6.width": "32", "6.colour": "red", "7.steps": "1"})}, PLAN)
+    assert found["predicted_peak_bytes"] == plain["predicted_peak_bytes"]
+    assert found["status"] == "ok"
+
+
+def test_a_chain_of_latents_of_any_length_is_followed_to_its_start(running):
+    count = 3000
+    chain = {f"c{i}": {"class_type": "Unknown", "inputs": {"latent": [f"c{i - 1}" if i else "6", 0]}} for i in range(count)}
+    status, found = post(running, {"prompt": text_to_video({"7.latent": [f"c{count - 1}", 0]}) | chain}, PLAN)
+    assert status == 200
+    assert not [warning for warning in found["warnings"] if "unknown size" in warning]
+
+
+@pytest.mark.parametrize("path", [RELEASE, PLAN])
+def test_a_body_that_is_not_in_its_encoding_is_refused_in_one_sentence(running, path):
+    status, found = post(running, b"{}", path, **{"Content-Encoding": "gzip"})
+    assert (status, found["error"]["type"]) == (400, "invalid_encoding")
+
+
 @pytest.mark.parametrize("body", [{}, [], {"prompt": []}, b"{", {"prompt": None}], ids=str)
 def test_a_plan_request_without_a_prompt_is_refused_in_one_sentence(running, body):
     status, found = post(running, body, PLAN)

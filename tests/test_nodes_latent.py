@@ -51,3 +51,10 @@ def test_the_latent_is_nested_as_in_core(make):
     samples = make(64, 32, 22, "frames")[0]["samples"]
     assert samples.is_nested
     assert samples.shape == samples.unbind()[0].shape
+
+
+def test_a_latent_of_any_size_takes_no_memory(make):
+    latent, _, _ = make(16384, 16384, 3600.0, "seconds")
+    video, audio = latent["samples"].unbind()
+    assert video.numel() > 1e11
+    assert video.untyped_storage().nbytes() == audio.untyped_storage().nbytes() == 4

@@ -1,7 +1,10 @@
 """Loader nodes: files to handles, from headers alone, and anew when a file changes."""
 
+import asyncio
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,12 +14,18 @@ from lazy_h3.commands.presets import tiny
 from lazy_h3.memory.checkpoint import CheckpointError
 from lazy_h3.nodes import (
     LazyH3AudioVAELoader,
+    LazyH3DecodeAudio,
+    LazyH3DecodeVideo,
     LazyH3DiTLoader,
+    LazyH3EncodePrompt,
     LazyH3FolderLoader,
+    LazyH3Sampler,
     LazyH3TextEncoderLoader,
     LazyH3VideoVAELoader,
+    catalogue,
 )
 from lazy_h3.nodes.catalogue import AS_STORED, LOADERS, Catalogue
+from lazy_h3.nodes.demand import GraphSizes
 from safetensors import safe_open
 from safetensors.torch import save_file
 from small_models import (
@@ -96,6 +105,73 @@ def test_only_the_parts_that_the_graph_needs_are_read(running):
         (handle,) = loader().load(file=file)
         (loaded,) = (e.bytes for e in running.ledger.events if e.event == "load_end" and catalogue.kinds[e.component] == kind)
         assert loaded == handle.component.nbytes(frozenset({part})) < handle.component.nbytes()
+
+
+@pytest.mark.parametrize("name", [None, 5, ["a"], {"a": 1}], ids=str)
+@pytest.mark.parametrize("loader", [LazyH3DiTLoader, LazyH3FolderLoader])
+def test_what_is_no_name_is_refused_in_one_sentence(running, loader, name):
+    (slot,) = loader.INPUT_TYPES()["required"]
+    with pytest.raises(ValueError, match="in place of a name; choose one from its list") as caught:
+        loader().load(**{slot: name})
+    assert "\n" not in str(caught.value)
+    assert loader.lazy_h3_resources(**{slot: name}) == {}
+    assert name is None or "in place of a name" in loader.VALIDATE_INPUTS(**{slot: name})
+
+
+USES = {
+    "text_encoder": lambda handle: LazyH3EncodePrompt().encode(handle, "a cat"),
+    "dit": lambda handle: LazyH3Sampler().sample(handle, [], {}, 1, 1),
+    "video_vae": lambda handle: LazyH3DecodeVideo().decode(handle, {}),
+    "audio_vae": lambda handle: LazyH3DecodeAudio().decode(handle, {}),
+}
+
+
+@pytest.mark.parametrize("kind", USES)
+def test_what_is_no_handle_of_the_right_kind_is_refused_in_one_sentence(running, kind):
+    title, node = LOADERS[kind]
+    for wrong in (None, "1"):
+        with pytest.raises(ValueError, match="is no handle; wire in the node") as caught:
+            asyncio.run(USES[kind](wrong))
+        assert (
+            str(caught.value)
+            == f"This node needs the {title} and was given {wrong!r}, which is no handle; wire in the node {node}."
+        )
+    for other in FILE_LOADERS.keys() - {kind}:
+        loader, file = FILE_LOADERS[other]
+        with pytest.raises(ValueError, match=f"was given the handle of the {LOADERS[other][0]}"):
+            asyncio.run(USES[kind](*loader().load(file=file)))
+
+
+def test_text_that_no_encoding_has_is_refused_in_one_sentence(running):
+    (handle,) = LazyH3TextEncoderLoader().load(file=TEXT_ENCODER)
+    with pytest.raises(ValueError, match="The prompt's character 3 is half of a pair"):
+        asyncio.run(LazyH3EncodePrompt().encode(handle, "ab\ud800"))
+    assert GraphSizes({}, {}).tokens("ab\ud800") == 2
+
+
+def test_threads_share_one_catalogue(tmp_path, monkeypatch):
+    """With more files than it remembers, each question is still answered with its own file."""
+    monkeypatch.setattr(catalogue, "MAX_COMPONENTS", 2)
+    files = [Path(shutil.copy(tiny_models() / SINGLE_FILES["dit"], tmp_path / f"{i}.safetensors")) for i in range(4)]
+    shared = Catalogue()
+
+    def ask(number: int) -> tuple[Path, str]:
+        path = files[number % len(files)]
+        component = shared.component(path, "dit", AS_STORED, CPU)
+        shared.find(component.identity)
+        return path, component.checkpoint.path
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(str(path) == str(found) for path, found in threads.map(ask, range(80)))
+
+
+def test_threads_that_ask_at_once_get_the_same_component(monkeypatch):
+    shared, path = Catalogue(), tiny_models() / SINGLE_FILES["dit"]
+    barrier = threading.Barrier(4)
+    monkeypatch.setattr(catalogue, "files_of", lambda path, known=catalogue.files_of: (barrier.wait(), known(path))[1])
+    with ThreadPoolExecutor(4) as threads:
+        found = set(map(id, threads.map(lambda _: shared.component(path, "dit", AS_STORED, CPU), range(4))))
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(("actual", "wanted"), PAIRS)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from lazy_h3.h3.sampling import comfy_noise
 from lazy_h3.host.nested import NestedLatent
-from lazy_h3.nodes import LazyH3DiTLoader, LazyH3Sampler
+from lazy_h3.memory.store import MemoryRefused
+from lazy_h3.nodes import LazyH3DiTLoader, LazyH3Sampler, sample
 from small_models import DIT, stage
 
 VIDEO, AUDIO = (1, 24, 7, 2, 2), (1, 32, 2, 37)
@@ -132,11 +133,32 @@ def test_the_latent_that_came_in_is_unchanged_and_its_other_entries_travel_on(di
 
 def test_the_same_noise_is_drawn_as_in_comfy(dit, monkeypatch):
     """ComfyUI draws both streams one after the other from one CPU generator."""
-    from lazy_h3.nodes import sample
-
     drawn = []
     monkeypatch.setitem(sample.NOISES, "comfy", lambda *args: drawn.append(comfy_noise(*args)) or drawn[-1])
     sampled(dit, seed=11)
     generator = torch.Generator().manual_seed(11)
     assert torch.equal(drawn[0].video, torch.randn(VIDEO, generator=generator))
     assert torch.equal(drawn[0].audio, torch.randn(AUDIO, generator=generator))
+
+
+def test_noise_is_drawn_only_when_the_model_fits(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setitem(sample.NOISES, "comfy", lambda *args: drawn.append(comfy_noise(*args)) or drawn[-1])
+    with stage(tmp_path, budget=1024):
+        (dit,) = LazyH3DiTLoader().load(file=DIT)
+        with pytest.raises(MemoryRefused):
+            sampled(dit)
+        assert drawn == []
+
+
+@pytest.mark.parametrize("schedule", ["official", "simple"])
+def test_the_lowest_denoise_samples_with_any_number_of_steps(dit, schedule):
+    assert all(stream.isfinite().all() for stream in sampled(dit, schedule=schedule, steps=40, denoise=0.01, video_shift=100.0))
+
+
+def test_a_latent_that_is_not_finite_is_said_once(dit, caplog):
+    sampled(dit)
+    assert not caplog.records
+    sampled(dit, positive=[[torch.full((1, NUM_TOKENS, dit.config.text_dim), float("nan")), {}]])
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert warning.startswith(f"Lazy H3: the latent holds NaN or infinite values: {dit.component.name} overflows in")

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from lazy_h3.h3.packing import pack_audio
@@ -42,12 +44,25 @@ def test_sampling_lands_on_the_data_after_as_many_evaluations_as_steps(schedule:
 def test_a_start_at_the_data_stays_there() -> None:
     start = Latents(torch.ones(SHAPES[0]), torch.ones(SHAPES[1]))
     seen = []
-    run(Schedule.official(8).last(3), start=start, on_step=lambda *step: seen.append(step))
-    schedule = Schedule.official(8).last(3)
+    run(Schedule.official(8, last=3), start=start, on_step=lambda *step: seen.append(step))
+    schedule = Schedule.official(8, last=3)
     assert schedule.num_steps == len(seen) == 3
     first = seen[0][2].video
     expected = schedule.video[1] * noise().video + (1 - schedule.video[1])
     torch.testing.assert_close(first, expected)
+
+
+@pytest.mark.parametrize("last", [2, 20, 1000])
+@pytest.mark.parametrize("shifts", [(12.0, 3.0), (100.0, 0.1), (0.1, 100.0), (100.0, 100.0)])
+@pytest.mark.parametrize("made", [Schedule.official, Schedule.comfy_simple])
+def test_levels_that_fp32_or_the_table_cannot_tell_apart_are_one(made, shifts, last) -> None:
+    """Of a hundred times as many steps, as at the lowest denoise."""
+    schedule = made(100 * last, *shifts, last=last)
+    assert 1 <= schedule.num_steps <= last
+    assert all(after < before for levels in (schedule.video, schedule.audio) for before, after in pairwise(levels))
+    first = 0.01 if made is Schedule.official else max(0.01, 1 / 1000)
+    expected = [shift * first / (1 + (shift - 1) * first) for shift in shifts]
+    assert [schedule.video[0], schedule.audio[0]] == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_callback_that_raises_ends_the_run_there() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from embedded_nodes import node
 from lazy_h3.host import prompt as host_prompt
+from lazy_h3.host.attachment import Attachment
+from lazy_h3.host.probe import find_executor
 from lazy_h3.host.prompt import RunningPrompt
 from lazy_h3.memory import turns
 from session_cases import (
@@ -117,6 +119,42 @@ def test_an_executor_that_cannot_be_looked_at_is_done_without(cache, monkeypatch
     with scene(cache=cache) as played:
         played.succeed(MIXED)
         assert_as_calm(played, wanted)
+        assert_empty(played)
+
+
+class Slotted:
+    """Cannot be referred to weakly."""
+
+    __slots__ = ("pendingNodes",)
+
+    def __init__(self) -> None:
+        self.pendingNodes = {"1": True}
+
+
+class Listing:
+    pendingNodes: ClassVar = {"1": True}
+
+
+@pytest.mark.parametrize("stranger", [None, {}, object(), Slotted()], ids=["none", "dict", "object", "slotted"])
+def test_a_frame_that_does_not_look_like_an_executor_is_passed_by(stranger):
+    def execute_async(execution_list: Any, call: Callable[[], Any]) -> Any:
+        return call()
+
+    assert execute_async(stranger, find_executor) is None
+    listing = Listing()
+    found = execute_async(listing, lambda: execute_async(stranger, find_executor))
+    assert (set(found.pending), found.cached) == ({"1"}, frozenset())
+    del listing
+    assert set(found.pending) == set()
+
+
+def test_without_an_event_loop_the_session_ends_when_the_next_prompt_begins(monkeypatch):
+    """Executors of others may run nodes in no loop of ours."""
+    monkeypatch.setattr(Attachment, "_post_sentinel", lambda *_: None)
+    with scene() as played:
+        assert played.run({**chain(), "5": node("FailsInside", model=["1", 0], value=["4", 0])}).status == "error"
+        assert played.store.resident() == [played.resources["te"]]
+        played.succeed({"1": node("Many", values="no model"), "2": node("Show", value=["1", 0])})
         assert_empty(played)
 
 

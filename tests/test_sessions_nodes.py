@@ -11,7 +11,7 @@ import pytest
 import torch
 from lazy_h3.memory.ledger import Event
 from session_cases import CACHES
-from small_models import DECODE_AUDIO, DECODE_VIDEO, ENCODE, SAMPLER, USERS, Stage, stage, text_to_video
+from small_models import CPU, DECODE_AUDIO, DECODE_VIDEO, ENCODE, SAMPLER, USERS, Stage, stage, text_to_video
 from torch import Tensor
 
 SEEDS = (7, 8, 9)
@@ -163,6 +163,34 @@ def test_nothing_grows_from_run_to_run(tmp_path):
         living = [num_living_tensors() for _ in runs(running)]
         assert living[1] == living[2]
         assert running.store.live_bytes() == 0
+
+
+@pytest.mark.parametrize("policy", ["free", "keep"])
+@pytest.mark.parametrize("action", ["free", "pressure"])
+def test_a_host_that_wants_its_memory_in_the_middle_of_sampling_spoils_nothing(tmp_path, action, policy):
+    prompt, other = text_to_video({"7.steps": 4}), text_to_video({"7.steps": 4, "7.seed": 8})
+    with stage(tmp_path / "calm", policy="keep") as calm:
+        wanted = []
+        for each in (prompt, other):
+            calm.succeed(each)
+            wanted.append(results(calm))
+    with stage(tmp_path / "disturbed", policy=policy) as running:
+
+        def disturb(name: str, data: dict[str, Any]) -> None:
+            if name == "node_progress" and (data["node"], data["value"]) == (SAMPLER, 2):
+                if action == "free":
+                    running.host.free(unload_models=True)
+                else:
+                    running.host.model_management.free_memory(1 << 60, CPU)
+
+        undo = running.host.on_event(disturb)
+        running.succeed(prompt)
+        assert_equal(results(running), wanted[0])
+        assert not [resource for resource in running.store.resident() if resource.kind == "dit"]
+        undo()
+        running.succeed(other)
+        assert_equal(results(running), wanted[1])
+        assert running.loaded().count("dit") == 1
 
 
 # Sound and pictures, in either order.

@@ -123,7 +123,7 @@ def _config(header: Header, stated: Mapping[str, Any]) -> DiTConfig:
     config = overlaid(measured, stated)
     if config.patch_size != DiTConfig.patch_size:
         raise FormatError(
-            f"The {COMPONENT} has patches of {shown(config.patch_size)}, but only {DiTConfig.patch_size} are supported."
+            f"The {COMPONENT} has patches of {shown(config.patch_size)} (patch_size): only {DiTConfig.patch_size} is supported."
         )
     if 6 * config.rope_freq_dim > config.attention_head_dim:
         raise FormatError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .layout import FormatError, Tensors, shown
+from .layout import FormatError, Tensors, shown, shown_name
 from .recipe import Recipe
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -56,7 +56,7 @@ class Header:
         """Raises FormatError for quantised tensors or their scales; ``instead`` names the file to use."""
         for name, tensor in self.tensors.items():
             if tensor.dtype not in PLAIN_DTYPES or name.endswith((".weight_scale", ".comfy_quant")):
-                problem = f"The {self.component} is quantised (tensor {shown(name)[1:-1]} is {tensor.dtype})"
+                problem = f"The {self.component} is quantised (tensor {shown_name(name)} is {tensor.dtype})"
                 raise FormatError(f"{problem}, which cannot be read yet: use {instead}.")
 
     def check(self, shapes: Shapes, recipes: Mapping[str, Recipe], ignored: Mapping[str, str]) -> None:
@@ -108,5 +108,5 @@ def _num_modules(value: Any) -> Any:
 
 def _named(names: set[str]) -> str:
     """A few of the names and how many there are besides."""
-    few = ", ".join(shown(name)[1:-1] for name in sorted(names)[:MAX_NAMED])
+    few = ", ".join(shown_name(name) for name in sorted(names)[:MAX_NAMED])
     return f"{few} and {len(names) - MAX_NAMED} more tensors" if len(names) > MAX_NAMED else few

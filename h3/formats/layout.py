@@ -34,6 +34,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
+def shown_name(name: str) -> str:
+    """The same for a tensor's name, without quotes."""
+    return shown(name).strip("'\"")
+
+
 @dataclass(frozen=True)
 class Layout:
     """A recognised checkpoint: which component it is, how to build its skeleton and where each parameter comes from.

@@ -15,7 +15,7 @@ import torch
 from ..config import TextEncoderConfig, VisionConfig
 from ..text_encoder import TextEncoder
 from .header import CORRECT_THE_CONFIG, Header, Shapes
-from .layout import FormatError, Layout, Tensors, shown
+from .layout import FormatError, Layout, Tensors, shown, shown_name
 from .recipe import Recipe, copied
 from .stated import json_object, overlaid, stated_numbers
 
@@ -99,7 +99,7 @@ def _refuse_quantised(header: Header) -> None:
         kind = QUANTISED_NAMES.get(last) or (QUANTISED_WEIGHTS.get(tensor.dtype) if last == "weight" else None)
         if kind is not None:
             raise FormatError(
-                f"The text encoder is quantised to {kind} (tensor {shown(name)[1:-1]}), which cannot be read yet: use {BF16_FILE}."
+                f"The text encoder is quantised to {kind} (tensor {shown_name(name)}), which cannot be read yet: use {BF16_FILE}."
             )
     header.refuse_quantised(BF16_FILE)
 

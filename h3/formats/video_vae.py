@@ -103,7 +103,7 @@ def _config(header: Header, parts: tuple[str, ...], stated: Mapping[str, Any]) -
     padding = stated.get("spatial_padding_mode", "reflect")
     if padding != "reflect":
         raise FormatError(
-            f"The video VAE's encoder pads with {shown(padding)}, which cannot be read: only 'reflect' is supported."
+            f"The video VAE's encoder pads with {shown(padding)} (spatial_padding_mode): only 'reflect' is supported."
         )
     numbers = {"tile_overlap": stated.get("tile_overlap_min"), **stated}
     measured = _encoder_sizes(header) if "encoder" in parts else {}
@@ -117,15 +117,18 @@ def _config(header: Header, parts: tuple[str, ...], stated: Mapping[str, Any]) -
         if len(factors) != num_levels:
             problem = f"The video VAE's encoder has {num_levels} levels and downsample factors for {len(factors)}"
             raise FormatError(f"{problem}: {CORRECT_THE_CONFIG}.")
+    if not len(config.pixel_mean) == len(config.pixel_std) == config.in_channels:
+        problem = f"The video VAE has {config.in_channels} colours and pixel_mean or pixel_std for another number"
+        raise FormatError(f"{problem}: {CORRECT_THE_CONFIG}.")
     return config
 
 
 def _check_heads(config: VideoVAEConfig, width: int) -> None:
     heads, head_dim = config.decoder_num_attention_heads, config.decoder_attention_head_dim
-    if heads * head_dim != width or config.decoder_rope_dim_ratio > 1:
+    if heads * head_dim != width:
         raise FormatError(
-            f"A video VAE's decoder of width {width} does not split into {heads} heads of {head_dim} channels, of which rotary "
-            f"embedding turns {config.decoder_rope_dim_ratio} (decoder_rope_dim_ratio): {CORRECT_THE_CONFIG}."
+            f"A video VAE's decoder of width {width} does not split into {heads} heads of {head_dim} channels "
+            f"(decoder_num_attention_heads, decoder_attention_head_dim): {CORRECT_THE_CONFIG}."
         )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 from .declarations import Declarations, InputDeclaration
@@ -15,7 +17,15 @@ from .signatures import constant_inputs
 
 Problem = dict[str, Any]  # {"type", "message", "details", "extra_info"}
 
-CASTS = {"INT": int, "FLOAT": float, "STRING": str, "BOOLEAN": bool}
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("it is not finite")
+    return number
+
+
+CASTS = {"INT": int, "FLOAT": _finite, "STRING": str, "BOOLEAN": bool}
 MAX_LISTED_CHOICES = 20
 
 
@@ -59,15 +69,16 @@ async def validate_prompt(
 
 
 def _unusable(node_id: str, node: Any, declarations: Declarations) -> Problem | None:
-    if not isinstance(node, dict) or not isinstance(node.get("inputs", {}), dict):
+    class_type = node.get("class_type") if isinstance(node, dict) else None
+    if not isinstance(node, dict) or not isinstance(node.get("inputs", {}), dict) or not isinstance(class_type, (str, NoneType)):
         return problem(
             "invalid_prompt", f"Node {node_id} is no object with class_type and inputs: save the workflow in API format."
         )
-    class_type = node.get("class_type")
     if class_type in declarations:
         node.setdefault("inputs", {})
         return None
-    title = node.get("_meta", {}).get("title") or class_type or f"#{node_id}"
+    meta = node.get("_meta")
+    title = (meta.get("title") if isinstance(meta, dict) else None) or class_type or f"#{node_id}"
     reason = (
         "has no class_type: save the workflow in API format" if class_type is None else "not found: is its node pack installed?"
     )
@@ -232,6 +243,9 @@ def _constant_problem(name: str, inputs: dict[str, Any], declared: InputDeclarat
     value = inputs[name]
     if isinstance(value, dict) and "__value__" in value:  # how a list is told from a link
         value = inputs[name] = value["__value__"]
+        if is_link(value):
+            message = "Bad input value, a list of a name and a number would be taken for a link"
+            return problem("bad_linked_input", message, name, input_name=name, received_value=value)
     try:
         if isinstance(declared.type, str) and declared.type in CASTS:
             value = inputs[name] = CASTS[declared.type](value)
