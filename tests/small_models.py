@@ -146,6 +146,7 @@ def stage(
     folders = {"output_directory": out, "input_directory": out / "input", "models": models or [tiny_models()]}
     catalogue, reads = shared_catalogue()
     reads.clear()
+    catalogue.kinds.clear()
     kept: dict[str, Any] = {}
     classes = {**NODE_CLASS_MAPPINGS, "Keep": keeper(kept), **(classes or {})}
     with EmbeddedHost(classes, **{"seed": 0, **folders, **options}) as host, ExitStack() as closing:

@@ -222,6 +222,7 @@ BAD_VALUES = {
     "5.text_encoder": ("1", "wire in the node Load text encoder (Lazy H3)"),
     "6.duration": (float("nan"), "duration"),
     "7.denoise": (float("inf"), "denoise"),
+    "11.filename_prefix": ("a\0b", "holds a character that no file name can have"),
 }
 
 

@@ -406,8 +406,8 @@ class Failing:
             raise self.error("the disk is gone")
 
 
-@pytest.mark.parametrize("error", [CheckpointError, KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("num_blocks_read", [0, 1, 2, 5, 6, 9])
+@pytest.mark.parametrize("error", [CheckpointError, KeyboardInterrupt])
+@pytest.mark.parametrize("num_blocks_read", [0, 1, 5, 6])
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_a_read_that_fails_is_raised_where_its_block_is_needed(path, error, num_blocks_read, prefetch):
     expected = whole_passes(tower(path))

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from lazy_h3.memory.units import shown_bytes
-from small_models import DECODE_AUDIO, DIT, SAMPLER, TEXT_ENCODER, USERS, folder_prompt, stage, text_to_video, tiny_folder_models
+from small_models import DIT, SAMPLER, TEXT_ENCODER, USERS, folder_prompt, stage, text_to_video, tiny_folder_models
 
 ALL = set(USERS)
 SEEDS = (7, 8)

@@ -48,13 +48,22 @@ def inside(folder: Path, name: str) -> Path:
     """``folder / name``, links of the file system not followed.
 
     Raises:
-        PathError: the name leads out of the folder.
+        PathError: the name leads out of the folder, or no file can have it.
     """
+    if not _is_file_name(name):
+        raise PathError(f"{name!r} holds a character that no file name can have: take it out.")
     root = folder.absolute()
     path = Path(os.path.normpath(root / name.replace("\\", "/")))
     if not path.is_relative_to(root):
         raise PathError(f"'{name}' leads out of the folder {folder}: use a name inside it.")
     return path
+
+
+def _is_file_name(name: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:  # half of a pair of surrogates
+        return False
 
 
 class Folders:
