@@ -66,13 +66,13 @@ class LazyH3EmptyLatent:
         return geometry.LatentSize.of_clip(frames, _snapped(height), _snapped(width))
 
     def make(self, width: int, height: int, duration: float, unit: str) -> tuple[dict[str, Any], int, str]:
-        """Zeros that take no memory, of any size: video [1, 24, T, H/16, W/16] and audio [1, 32, 2, T_a]."""
+        """Zeros: video [1, 24, T, H/16, W/16] and audio [1, 32, 2, T_a]. The system gives them memory when they are touched."""
         runtime().attachment.touch()
         size = self.latent_size(width, height, duration, unit)
         frames = geometry.pixel_frames(size.frames)
         model = DiTConfig()
-        video = torch.zeros(()).expand(1, model.in_channels, size.frames, size.height, size.width)
-        audio = torch.zeros(()).expand(1, model.audio_in_channels, STEREO, size.audio)
+        video = torch.zeros(1, model.in_channels, size.frames, size.height, size.width)
+        audio = torch.zeros(1, model.audio_in_channels, STEREO, size.audio)
         info = _delivery(f"{width} x {height}, {duration:g} {unit}", _snapped(width), _snapped(height), frames)
         return {"samples": runtime().host.nested_latent(video, audio)}, frames, info
 
