@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from ..h3 import geometry, sampling
 from ..h3.config import FPS, STEREO, DiTConfig
 from ..memory.component import Component
+from ..memory.device import pool_status
 from ..memory.handle import Handle
+from ..memory.units import shown_bytes
 from .demand import Demand, GraphSizes
 from .load import CATEGORY, of_kind
 from .runtime import runtime
@@ -71,8 +74,9 @@ class LazyH3EmptyLatent:
         size = self.latent_size(width, height, duration, unit)
         frames = geometry.pixel_frames(size.frames)
         model = DiTConfig()
-        video = torch.zeros(1, model.in_channels, size.frames, size.height, size.width)
-        audio = torch.zeros(1, model.audio_in_channels, STEREO, size.audio)
+        shape = (1, model.in_channels, size.frames, size.height, size.width)
+        _check_fits(shape, f"{width} x {height} and {duration:g} {unit}")
+        video, audio = torch.zeros(shape), torch.zeros(1, model.audio_in_channels, STEREO, size.audio)
         info = _delivery(f"{width} x {height}, {duration:g} {unit}", _snapped(width), _snapped(height), frames)
         return {"samples": runtime().host.nested_latent(video, audio)}, frames, info
 
@@ -203,6 +207,16 @@ def _warn_unless_finite(result: sampling.Latents, dit: Handle) -> None:
 def _clean_times(schedule: sampling.Schedule) -> tuple[float, ...]:
     """All clean-times that the model will be asked for, both streams."""
     return tuple(sorted({time for times in schedule.times for time in times}))
+
+
+def _check_fits(shape: tuple[int, ...], asked: str) -> None:
+    """Raises ValueError for a latent larger than the machine's memory."""
+    nbytes, total = 4 * math.prod(shape), pool_status(torch.device("cpu")).total
+    if nbytes > total:
+        raise ValueError(
+            f"A latent for {asked} takes {shown_bytes(nbytes)}, more than the memory of this machine ({shown_bytes(total)}); "
+            "choose a smaller picture or a shorter clip."
+        )
 
 
 def _snapped(side: int) -> int:
