@@ -69,7 +69,7 @@ class LazyH3EmptyLatent:
         return geometry.LatentSize.of_clip(frames, _snapped(height), _snapped(width))
 
     def make(self, width: int, height: int, duration: float, unit: str) -> tuple[dict[str, Any], int, str]:
-        """Zeros: video [1, 24, T, H/16, W/16] and audio [1, 32, 2, T_a]. The system gives them memory when they are touched."""
+        """Zeros: video [1, 24, T, H/16, W/16] and audio [1, 32, 2, T_a]. Raises ValueError for more than the machine has."""
         runtime().attachment.touch()
         size = self.latent_size(width, height, duration, unit)
         frames = geometry.pixel_frames(size.frames)
