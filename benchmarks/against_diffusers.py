@@ -40,6 +40,7 @@ from small_models import DECODE_AUDIO, DECODE_VIDEO, ENCODE, SAMPLER, folder_pro
 
 MEASURE = "measure"
 NUM_THREADS = "2"
+THREADS = {"OMP_NUM_THREADS": NUM_THREADS, "OMP_WAIT_POLICY": "PASSIVE"}  # threads that spin make a busy machine useless
 RESIDENT, MOST_RESIDENT = "VmRSS", "VmHWM"
 PACKAGES = ("diffusers", "transformers", "accelerate")
 PHASES = {"encode": (ENCODE,), "sample": (SAMPLER,), "decode": (DECODE_VIDEO, DECODE_AUDIO)}
@@ -271,7 +272,7 @@ def main() -> None:
     models = options.dir / f"replica-{options.scale:g}-folder"
     if not models.is_dir():
         make_checkpoint(models, replica(options.scale), "folder")
-    os.environ["OMP_NUM_THREADS"] = NUM_THREADS
+    os.environ.update(THREADS)
     found = run_all(models, options.dtype)
     verdicts = checks(found, options.dtype)
     print(*table(found, options.dtype), "", machine(), sep="\n")
