@@ -99,19 +99,26 @@ class Residency:
     def _enter(self, resource: Resource) -> None:
         if resource.identity in self._patchers and self._entries(self._patchers[resource.identity]):
             return
+        self._forget_departed()
         patcher = self._patchers.get(resource.identity) or self._made(resource)
         self._patchers[resource.identity] = patcher
         self._management.load_models_gpu([patcher])
 
     def _leave(self, resource: Resource) -> None:
-        patcher = self._patchers.pop(resource.identity, None)
+        patcher = self._patchers.get(resource.identity)
         if patcher is None or patcher.is_leaving:
-            return
+            return  # the host is walking its list by numbers: it takes the entry out itself, and the patcher must live until then
         patcher.is_leaving = True
         for entry in self._entries(patcher):
             entry.model_unload()
             self._management.current_loaded_models[:] = [e for e in self._management.current_loaded_models if e is not entry]
+        patcher.is_leaving = False
         self._management.soft_empty_cache()
+
+    def _forget_departed(self) -> None:
+        """Let go of patchers without an entry. Only when the host is not at its list: a patcher's end shortens it."""
+        listed = {id(entry.model) for entry in self._management.current_loaded_models}
+        self._patchers = {key: patcher for key, patcher in self._patchers.items() if id(patcher) in listed}
 
     def _entries(self, patcher: Any) -> list[Any]:
         return [entry for entry in self._management.current_loaded_models if entry.model is patcher]

@@ -237,3 +237,13 @@ def test_a_file_in_the_wrong_loader_names_the_right_one(fresh: Server) -> None:
     assert run.status == "execution_error"
     assert "use the node Load video VAE" in run.error()
     assert fresh.live_bytes() == 0
+
+
+def test_unload_models_between_prompts_frees_what_is_kept_and_the_next_prompt_runs(fresh: Server) -> None:
+    prompt = workflow()
+    prompt["70"] = {"class_type": "LazyH3Policy", "inputs": {"policy": "keep"}}
+    assert fresh.run(prompt).status == "execution_success"
+    assert fresh.live_bytes() > 0
+    fresh.post("/free", {"unload_models": True})
+    assert fresh.run(workflow()).status == "execution_success"
+    assert fresh.live_bytes() == 0
