@@ -17,6 +17,7 @@ from ..h3.config import AudioVAEConfig, TextEncoderConfig, VideoVAEConfig
 from ..h3.formats.header import source_shapes
 from ..h3.formats.recipe import Recipe
 from ..h3.formats.writing import stored_tensors
+from ..memory.checkpoint import open_checkpoint
 from .presets import BUILDERS, ModelPreset, build
 from .tiny_tokenizer import SPECIAL_TOKENS, tokenizer_json
 
@@ -34,17 +35,22 @@ FOLDER_FILES = {
     "video_vae": "vae/diffusion_pytorch_model.safetensors",
     "audio_vae": "audio_vae/diffusion_pytorch_model.safetensors",
 }
+MADE_BY = "lazy-h3 make-checkpoint"
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def make_checkpoint(
     folder: Path, preset: ModelPreset, layout: LayoutName = "single-file", seed: int = 0, *, hollow: bool = False
 ) -> list[Path]:
-    """Write all four components and the tokenizer; returns the files. Existing files are replaced.
+    """Write all four components and the tokenizer; returns the files. Files that this has made before are replaced.
+
+    Raises ValueError for a file that somebody else has made: real weights have the same names.
 
     ``hollow``: headers alone, with holes where the weights would be.
     """
     files = SINGLE_FILES if layout == "single-file" else {k: f"{FOLDER}/{name}" for k, name in FOLDER_FILES.items()}
+    for name in files.values():
+        _check_is_ours(folder / name)
     written = []
     for number, (kind, config) in enumerate(preset.components().items()):
         path = folder / files[kind]
@@ -53,6 +59,11 @@ def make_checkpoint(
         _write_component(path, kind, config, layout, generator, preset.dtype_of(kind), hollow)
         written.append(path)
     return [*written, *_write_tokenizer(folder, layout)]
+
+
+def _check_is_ours(path: Path) -> None:
+    if path.exists() and MADE_BY not in open_checkpoint(path).metadata:
+        raise ValueError(f"{path}: exists and was not made by this command; choose another folder.")
 
 
 def _write_component(
@@ -132,7 +143,7 @@ def write_hollow(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int,
 
 
 def _header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt", MADE_BY: "random weights"}}
     position = 0
     for name, (dtype, shape) in tensors.items():
         end = position + math.prod(shape) * dtype.itemsize

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from ..host.interface import Host
 from ..memory.device import pool_status
-from ..memory.graph import Node
+from ..memory.graph import Node, link_of
 from ..memory.plan import Plan
 from ..memory.units import shown_bytes
 from ..nodes.planning import PlanOptions, planned
@@ -43,8 +44,17 @@ def plan_workflow(workflow: Mapping[str, Any], request: PlanRequest) -> Plan:
         nodes = {node: Node(spec["class_type"], spec.get("inputs", {})) for node, spec in prompt.items()}
         if request.sizes is None or run.memory is not None:
             room = pool_status(shared.device(), run.memory).available
+        _check_files(nodes, shared.host)
         options = PlanOptions(room, run.budget, run.policy, run.may_stream, run.may_fold)
         return planned(nodes, shared.host, shared.catalogue.find, options)
+
+
+def _check_files(nodes: Mapping[str, Node], host: Host) -> None:
+    """Raises what a loader says of a file that it cannot load: a plan without it would be of another prompt."""
+    for spec in nodes.values():
+        cls: Any = host.node_class(spec.class_type)
+        if hasattr(cls, "components") and not any(link_of(value) for value in spec.inputs.values()):
+            cls.components(**spec.inputs)
 
 
 def _published(request: PlanRequest, stack: ExitStack) -> RunOptions:

@@ -21,6 +21,7 @@ class LazyH3EncodePrompt:
 
     CATEGORY = CATEGORY
     DESCRIPTION = "Encodes the prompt. The text encoder's weights are read now and freed after the last node that encodes."
+    USES = "text_encoder"
     TAKES_TURNS = True
     FUNCTION = "encode"
     RETURN_TYPES = ("CONDITIONING",)

@@ -26,6 +26,7 @@ class LazyH3DecodeVideo:
 
     CATEGORY = CATEGORY
     DESCRIPTION = "Decodes the video. Only the VAE's decoder is read; it is freed after the last decode."
+    USES = "video_vae"
     TAKES_TURNS = True
     FUNCTION = "decode"
     RETURN_TYPES = ("IMAGE",)
@@ -83,6 +84,7 @@ class LazyH3DecodeAudio:
 
     CATEGORY = CATEGORY
     DESCRIPTION = "Decodes the sound. Only the VAE's decoder is read; it is freed after the last decode."
+    USES = "audio_vae"
     TAKES_TURNS = True
     FUNCTION = "decode"
     RETURN_TYPES = ("AUDIO",)

@@ -56,7 +56,10 @@ class LazyH3Loader:
 
     @classmethod
     def IS_CHANGED(cls, *, dtype: str = AS_STORED, **inputs: Any) -> str:
-        """Changes with the files on disk. Never raises: a missing file shows when the node runs, and a linked name then, too."""
+        """Changes with the files on disk; names no folder, since it is saved with the results.
+
+        Never raises: a missing file shows when the node runs, and a linked name then, too.
+        """
         runtime().attachment.touch()
         if None in inputs.values():
             return dtype
@@ -64,7 +67,7 @@ class LazyH3Loader:
             files = [file for _, path in cls.paths(**inputs).values() for file in files_of(path)]
         except ERRORS as error:
             return json.dumps([str(error), dtype])
-        return json.dumps([*([file.path, file.size, file.mtime_ns] for file in files), dtype])
+        return json.dumps([*([Path(file.path).name, file.size, file.mtime_ns] for file in files), dtype])
 
     def load(self, **inputs: Any) -> tuple[Handle, ...]:
         """Handles for all slots. Raises CheckpointError or FormatError, which name the file."""

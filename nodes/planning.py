@@ -50,7 +50,7 @@ def planned(
     demands = {}
     for node in grouped_order(nodes, needs):
         cls: Any = classes[nodes[node].class_type]
-        used = needs[node] & components.keys()
+        used = [key for key in needs[node] if key in components and components[key].kind == cls.USES]
         demands[node] = {key: cls.demand(valid[node].inputs, sizes, components[key]) for key in used}
     stages = [_stage(node, asked, options) for node, asked in demands.items() if asked]
     plan = make_plan(

@@ -86,6 +86,7 @@ class LazyH3Sampler:
 
     CATEGORY = CATEGORY
     DESCRIPTION = "Samples video and sound together. The diffusion transformer is read now and freed after the last sampler."
+    USES = "dit"
     TAKES_TURNS = True
     FUNCTION = "sample"
     RETURN_TYPES = ("LATENT",)
