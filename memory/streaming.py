@@ -37,7 +37,7 @@ class RingSlot:
                 nn.Parameter(tensor, requires_grad=False) if slot.is_parameter else tensor
                 for slot, tensor in zip(like, blank, strict=True)
             ]
-        self.free: Any = None  # CUDA event after which the last block no longer needs its weights
+        self.free: Any = None  # CUDA event after which nothing that was begun before needs this memory
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ class BlockStream:
         streamed = range(self.num_held, len(self._blocks))
         self._ring = [RingSlot(self._slots[0], self._source) for _ in streamed[:RING_SLOTS]]
         self._storages.add(tensor for slot in self._ring for tensor in slot.tensors)
+        for ring_slot in self._ring:
+            self._mark_free(ring_slot)
         for index in streamed:
             self._frame(index)
         if streamed and self._prefetches:
@@ -134,15 +136,15 @@ class BlockStream:
                     self._begin(following)
                 yield
             finally:
+                self._running = None
                 for slot in self._slots[index]:
                     slot.clear()
-                self._leave(index)
-                self._running = None
+                if index in self._coming:
+                    self._mark_free(self._coming.pop(index)[0])
 
-    def _leave(self, index: int) -> None:
-        """Free the ring slot of a block that ran."""
-        ring_slot, _ = self._coming.pop(index, (None, None))
-        if ring_slot is not None and self._copy_stream is not None:
+    def _mark_free(self, ring_slot: RingSlot) -> None:
+        """What computes now may still use the memory; what is read into it comes after."""
+        if self._copy_stream is not None:
             ring_slot.free = torch.cuda.current_stream(self._source.device).record_event()
 
     def _arrived(self, index: int) -> RingSlot:
@@ -174,12 +176,10 @@ class BlockStream:
 
     def _following(self, index: int) -> int | None:
         """The block to read next; None after the last block of the last pass."""
-        if self._passes_left == 0:
-            self._passes_left = None  # it runs on: the number was that of an earlier user
         if index + 1 < len(self._blocks):
             return index + 1
         if self._passes_left is not None:
-            self._passes_left -= 1
+            self._passes_left -= 1  # below zero it just runs on: the number was that of an earlier user
         return None if self._passes_left == 0 else self.num_held
 
 

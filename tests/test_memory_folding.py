@@ -53,6 +53,10 @@ def folded(component: Component, num_held: int | None = None, points: tuple[floa
 
 def assert_gone(component: Component) -> None:
     component.drop()
+    assert_empty(component)
+
+
+def assert_empty(component: Component) -> None:
     assert component.live_bytes() == 0
     assert component.resident_parts() == frozenset()
     assert not any("forward" in module.__dict__ for module in component.module.modules())
@@ -313,7 +317,7 @@ def test_a_fill_that_fails_while_folding_leaves_nothing(path, expected, after, e
     failing.left = after
     with pytest.raises(error):
         folded(component)
-    assert_gone(component)
+    assert_empty(component)
     failing.left = None
     assert torch.equal(denoised(folded(component).module), expected[SCHEDULE])
     component.drop()
