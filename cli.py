@@ -1,6 +1,7 @@
 """The ``lazy-h3`` command: demo, run, inspect, make-checkpoint, bench.
 
-Exit codes: 0 done, 1 a run that failed, 2 bad usage or bad input (one line on stderr; ``--debug`` for the traceback).
+Exit codes: 0 done, 1 a run that failed, 2 bad usage or bad input (one line on stderr; ``--debug`` for the traceback), 130 ended
+by Ctrl-C and 143 by SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-OK, FAILED, BAD_INPUT = 0, 1, 2
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+BENCH_REPEATS = {"load": 3, "release": 3, "run": 2, "stream": 5, "graph": 3, "activations": 1}
+BENCH_SCALES = {"run": 32.0, "stream": 50.0, "activations": 50.0}  # run: at least 3 GB
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,13 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if options.debug:
             raise
-        print(f"lazy-h3: {error}", file=sys.stderr)
+        print(f"lazy-h3: {_sentence(error)}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         if options.debug:
             raise
         print("lazy-h3: interrupted.", file=sys.stderr)
-        return FAILED
+        return INTERRUPTED
 
 
 class _Parser(argparse.ArgumentParser):
@@ -118,18 +121,21 @@ def _add_make_checkpoint(commands: Any) -> None:
     make.add_argument("folder", type=Path, metavar="DIR")
     make.add_argument("--preset", choices=["tiny", "replica"], required=True)
     make.add_argument("--scale", type=_scale, default=50.0, metavar="N", help="replica: total bytes are the real model's over N")
+    make.add_argument("--model", default="minimax-h3", metavar="NAME", help="replica: of which published model")
     make.add_argument("--layout", choices=["single-file", "folder"], default="single-file")
     make.add_argument("--seed", type=int, default=0)
 
 
 def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure loading, freeing, streaming and the analysis of graphs")
+    bench = commands.add_parser("bench", help="measure loading, freeing, streaming, activations and the analysis of graphs")
     bench.set_defaults(command=_bench)
-    bench.add_argument("what", choices=["load", "release", "run", "stream", "graph"])
+    bench.add_argument("what", choices=[*BENCH_REPEATS, "all"])
     bench.add_argument("--size", type=_size, default=2 << 30, metavar="SIZE", help="of the test file (default 2GiB)")
-    bench.add_argument("--scale", type=_scale, default=50.0, metavar="N", help="of the replica that run and stream use")
-    bench.add_argument("--repeat", type=_positive, metavar="N", help="default 3; of stream 5")
-    bench.add_argument("--dir", type=Path, metavar="DIR", help="where the test file goes (default: the cache folder)")
+    scales = ", ".join(f"{name} {scale:g}" for name, scale in BENCH_SCALES.items())
+    bench.add_argument("--scale", type=_scale, metavar="N", help=f"of the replica (default: {scales})")
+    repeats = ", ".join(f"{name} {count}" for name, count in BENCH_REPEATS.items())
+    bench.add_argument("--repeat", type=_positive, metavar="N", help=f"default: {repeats}")
+    bench.add_argument("--dir", type=Path, metavar="DIR", help="where test files and replicas go (default: the cache folder)")
     bench.add_argument("--json", action="store_true")
 
 
@@ -188,30 +194,45 @@ def _make_checkpoint(options: argparse.Namespace) -> int:
     from .commands.make_checkpoint import make_checkpoint
     from .commands.presets import replica, tiny
 
-    preset = tiny() if options.preset == "tiny" else replica(options.scale)
+    preset = tiny() if options.preset == "tiny" else replica(options.scale, options.model)
     for path in make_checkpoint(options.folder, preset, options.layout, options.seed):
         print(f"{path}  {path.stat().st_size} bytes")
     return OK
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from .commands import bench, bench_graph, bench_run, bench_stream
+    names = list(BENCH_REPEATS) if options.what == "all" else [options.what]
+    measured = {}
+    for name in names:
+        measured[name], lines = _measured(name, options)
+        if not options.json:
+            print(*([f"bench {name}"] if len(names) > 1 else []), *lines, sep="\n", flush=True)
+    if options.json:
+        print(json.dumps(measured if options.what == "all" else measured[options.what]))
+    return OK if all(found["ok"] for found in measured.values()) else FAILED
+
+
+def _measured(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], Iterable[str]]:
+    """What one benchmark found, and its lines for people."""
+    from .commands import bench, bench_activations, bench_graph, bench_run, bench_stream
     from .commands.demo import cache_folder
 
     folder = options.dir or cache_folder()
-    repeats = options.repeat or (5 if options.what == "stream" else 3)
-    if options.what == "run":
-        found, lines = bench_run.bench_run(folder, options.scale, repeats), bench_run.shown
-    elif options.what == "stream":
-        found, lines = bench_stream.bench_stream(folder, options.scale, repeats), bench_stream.shown
-    elif options.what == "graph":
-        found, lines = bench_graph.bench_graph(repeats), bench_graph.shown
+    repeats = options.repeat or BENCH_REPEATS[name]
+    scale = options.scale or BENCH_SCALES.get(name)
+    if name == "run":
+        found, shown = bench_run.bench_run(folder, scale, repeats), bench_run.shown
+    elif name == "stream":
+        found, shown = bench_stream.bench_stream(folder, scale, repeats), bench_stream.shown
+    elif name == "activations":
+        found, shown = bench_activations.bench_activations(folder, scale), bench_activations.shown
+    elif name == "graph":
+        found, shown = bench_graph.bench_graph(repeats), bench_graph.shown
     else:
         path = bench.make_file(folder / f"bench-{options.size}.safetensors", options.size)
-        measure = bench.bench_load if options.what == "load" else bench.bench_release
-        found, lines = measure(path, repeats), bench.shown
-    _print(found, lines(found), options.json)
-    return OK if found["ok"] else FAILED
+        measure = bench.bench_load if name == "load" else bench.bench_release
+        found, shown = measure(path, repeats), bench.shown
+    return found, shown(found)
 
 
 def _reported(report: Any, as_json: bool) -> int:
@@ -221,7 +242,16 @@ def _reported(report: Any, as_json: bool) -> int:
     if report.status == "ok":
         return OK
     print(f"lazy-h3: {report.message}", file=sys.stderr)
+    if report.interruption is not None:
+        return int(report.interruption.exit_code)
     return BAD_INPUT if report.is_bad_input else FAILED
+
+
+def _sentence(error: Exception) -> str:
+    """What is wrong, also where the system says it by number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}; check the path and who may use it."
+    return str(error)
 
 
 def _print(document: dict[str, Any], lines: Iterable[str], as_json: bool) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from .make_checkpoint import write_safetensors
+from .make_checkpoint import make_checkpoint, write_safetensors
+from .presets import replica
 
 MIB = 1 << 20
 ROW = 4096  # width of the test matrices
@@ -44,6 +45,14 @@ def make_file(path: Path, nbytes: int) -> Path:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return path
+
+
+def replica_models(folder: Path, scale: float, name: str) -> Path:
+    """A models folder with a replica of the published model ``name``; made once."""
+    models = folder / f"{name}-{scale:g}"
+    if not models.is_dir():
+        make_checkpoint(models, replica(scale, name))
+    return models
 
 
 def drop_cache(path: Path) -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..h3.formats import FormatError
+from ..host.files import diffusers_folders, model_files
 from ..memory.checkpoint import CheckpointError, open_checkpoint
 from ..memory.units import shown_bytes
 from ..nodes.catalogue import identified
 from ..nodes.load import LazyH3FolderLoader
 
 MAX_LISTED = 20
+FILE_FOLDERS = ("text_encoders", "clip", "diffusion_models", "unet", "vae")  # of a folder with models; "diffusers" beside them
 
 
 def inspect_path(path: Path) -> dict[str, Any]:
@@ -22,9 +24,21 @@ def inspect_path(path: Path) -> dict[str, Any]:
 
 
 def _parts(path: Path) -> Iterator[Path]:
-    """The component folders of a Hugging Face model, else the path itself."""
-    folders = [path / name for _, name in LazyH3FolderLoader.SUBFOLDERS if (path / name / "config.json").is_file()]
-    yield from folders or [path]
+    """The components of a Hugging Face model, else whatever lies in a folder with models, else the path itself."""
+    yield from [*_components(path)] or [*_models_below(path)] or [path]
+
+
+def _components(model: Path) -> Iterator[Path]:
+    """The component folders of a Hugging Face model."""
+    folders = (model / name for _, name in LazyH3FolderLoader.SUBFOLDERS)
+    return (folder for folder in folders if (folder / "config.json").is_file())
+
+
+def _models_below(root: Path) -> Iterator[Path]:
+    for name in diffusers_folders([root / "diffusers"]):
+        yield from _components(root / "diffusers" / name)
+    for folder in FILE_FOLDERS:
+        yield from (root / folder / name for name in model_files([root / folder]))
 
 
 def _described(path: Path) -> dict[str, Any]:

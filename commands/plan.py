@@ -74,6 +74,8 @@ def shown(plan: Plan) -> Iterator[str]:
     width = max((len(choice.item.name) for choice in plan.choices), default=0)
     for choice in plan.choices:
         nodes = f"nodes {plan.stages[choice.first].node} to {plan.stages[choice.last].node}"
+        if choice.prefetch_at is not None:
+            nodes += f", read ahead at node {plan.stages[choice.prefetch_at].node}"
         after = "then kept" if choice.is_kept else "then freed"
         yield (
             f"{choice.item.name:{width}}  {shown_bytes(choice.resident_bytes):>10}  {choice.mode}, {nodes}, {after}, "
@@ -81,4 +83,6 @@ def shown(plan: Plan) -> Iterator[str]:
         )
     yield f"{'sum of all weights':{width}}  {shown_bytes(sum(item.total_bytes for item in plan.items)):>10}"
     yield f"{'predicted peak of weights':{width}}  {shown_bytes(plan.peak_bytes):>10}  at node {plan.peak_node}"
+    with_all = "with activations and results"
+    yield f"{with_all:{width}}  {shown_bytes(plan.peak_growth_bytes):>10}  at node {plan.growth_node}"
     yield from (f"note: {warning}" for warning in plan.warnings)

@@ -16,8 +16,7 @@ from ..h3.dit import DiT, dit_class
 from ..h3.text_encoder import TextEncoder
 from ..h3.video_vae import VideoVAE
 
-GIB = 1 << 30
-REAL_BYTES = {"text_encoder": 48.0 * GIB, "dit": 65.5 * GIB, "video_vae": 9.7 * GIB, "audio_vae": 0.6 * GIB}
+MIB = 1 << 20
 FILE_DTYPES = {"text_encoder": torch.bfloat16, "dit": torch.bfloat16, "video_vae": torch.float32, "audio_vae": torch.float32}
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {
     "text_encoder": TextEncoder,
@@ -122,56 +121,53 @@ def tiny() -> ModelPreset:
     return ModelPreset(text_encoder, dit, video_vae, audio_vae)
 
 
-def replica(scale: float) -> ModelPreset:
-    """The real model with all layer counts and 1/``scale`` of its bytes: widths and vocabulary shrink.
+def replica(scale: float, name: str = "minimax-h3") -> ModelPreset:
+    """A published model with all layer counts and 1/``scale`` of the bytes of each part: widths and vocabulary shrink.
 
-    Raises ValueError for a scale at which a component cannot be built that small.
+    Raises ValueError for a name that is not in PUBLISHED, and for a scale at which a part cannot be built that small.
     """
-    text_encoder = _sized("text_encoder", scale, _text_encoder)
-    dit = _sized("dit", scale, lambda width: _dit(width, text_encoder.hidden_size))
-    return ModelPreset(text_encoder, dit, _sized("video_vae", scale, _video_vae), _sized("audio_vae", scale, _audio_vae))
+    if name not in PUBLISHED:
+        raise ValueError(f"--model {name}: is no published model; choose one of {', '.join(PUBLISHED)}.")
+    real = small = PUBLISHED[name]
+    for kind, part, shrunk in SHRINKING:
+        target = num_bytes(kind, getattr(real, kind), part) / scale
+        shrunk_by = functools.partial(shrunk, small)
+        if num_bytes(kind, shrunk_by(0.0), part) > 1.5 * target:
+            what = f"{kind} ({part})" if part else kind
+            raise ValueError(
+                f"--scale {scale:g} asks for a {what} of {target / MIB:.1f} MiB, less than its layers take at any width."
+            )
+        small = replace(small, **{kind: _nearest(shrunk_by, lambda config: num_bytes(kind, config, part), target)})  # noqa: B023
+    return small
 
 
 @functools.cache
-def num_bytes(kind: str, config: Any) -> int:
-    """Bytes of a component as its file stores it."""
+def num_bytes(kind: str, config: Any, part: str | None = None) -> int:
+    """Bytes of a component, or of one of its parts, as its file stores it."""
     with torch.device("meta"):
-        module = build(kind, config)
-    stored = FILE_DTYPES[kind]
-    return sum(t.numel() * module.storage_dtype(name, stored).itemsize for name, t in module.state_dict().items())
+        module: Any = build(kind, config)
+    prefixes = ("",) if part is None else module.PARTS[part]
+    stored = {name: tensor for name, tensor in module.state_dict().items() if name.startswith(prefixes)}
+    return sum(t.numel() * module.storage_dtype(name, FILE_DTYPES[kind]).itemsize for name, t in stored.items())
 
 
-def _sized(kind: str, scale: float, config_of: Callable[[float], Any]) -> Any:
-    """The configuration whose file is nearest to the real one's bytes over ``scale``, by bisection of the width factor."""
-    target = REAL_BYTES[kind] / scale
+def _nearest(config_of: Callable[[float], Any], bytes_of: Callable[[Any], int], target: float) -> Any:
+    """The configuration whose bytes are nearest to ``target``, by bisection of the width factor."""
     low, high = 0.0, 1.2
-    if num_bytes(kind, config_of(low)) > 1.5 * target:
-        raise ValueError(
-            f"--scale {scale:g} asks for a {kind} of {target / (1 << 20):.1f} MiB, less than its layers take at any width."
-        )
     for _ in range(10):
         middle = (low + high) / 2
-        low, high = (middle, high) if num_bytes(kind, config_of(middle)) < target else (low, middle)
-    return min(config_of(low), config_of(high), key=lambda config: abs(num_bytes(kind, config) - target))
+        low, high = (middle, high) if bytes_of(config_of(middle)) < target else (low, middle)
+    return min(config_of(low), config_of(high), key=lambda config: abs(bytes_of(config) - target))
 
 
 def _multiple(value: float, step: int) -> int:
     return max(step, round(value / step) * step)
 
 
-def _text_encoder(width: float) -> TextEncoderConfig:
-    real = TextEncoderConfig()
+def _language(preset: ModelPreset, width: float) -> TextEncoderConfig:
+    real = preset.text_encoder
     kv_heads = max(1, round(real.num_key_value_heads * width))
     hidden = _multiple(real.hidden_size * width, 16)
-    vision = replace(
-        VisionConfig(),
-        hidden_size=_multiple(1152 * width, 72),
-        num_heads=max(1, round(16 * width)),
-        intermediate_size=_multiple(4304 * width, 16),
-        num_position_embeddings=144,
-        out_hidden_size=hidden,
-    )
-    vision = replace(vision, hidden_size=72 * vision.num_heads)
     return replace(
         real,
         hidden_size=hidden,
@@ -179,12 +175,25 @@ def _text_encoder(width: float) -> TextEncoderConfig:
         num_attention_heads=kv_heads * max(1, round(real.num_attention_heads * width / kv_heads)),
         intermediate_size=_multiple(real.intermediate_size * width, 16),
         vocab_size=max(SMALLEST_VOCABULARY, _multiple(real.vocab_size * width, 8)),
-        vision=vision,
+        vision=replace(real.vision, out_hidden_size=hidden),
     )
 
 
-def _dit(width: float, text_dim: int) -> DiTConfig:
-    real = DiTConfig()
+def _vision(preset: ModelPreset, width: float) -> TextEncoderConfig:
+    real = preset.text_encoder.vision
+    heads = max(1, round(real.num_heads * width))
+    vision = replace(
+        real,
+        hidden_size=real.hidden_size // real.num_heads * heads,
+        num_heads=heads,
+        intermediate_size=_multiple(real.intermediate_size * width, 16),
+        num_position_embeddings=144,
+    )
+    return replace(preset.text_encoder, vision=vision)
+
+
+def _dit(preset: ModelPreset, width: float) -> DiTConfig:
+    real, text_dim = preset.dit, preset.text_encoder.hidden_size
     hidden = _multiple(real.hidden_size * width, 16)
     return replace(
         real,
@@ -197,17 +206,14 @@ def _dit(width: float, text_dim: int) -> DiTConfig:
     )
 
 
-def _video_vae(width: float) -> VideoVAEConfig:
-    real = VideoVAEConfig()
-    channels = tuple(_multiple(c * width, 8) for c in real.block_out_channels)
-    heads, head_dim = _heads(real.decoder_width * width)
-    return replace(
-        real,
-        block_out_channels=channels,
-        norm_num_groups=8,
-        decoder_num_attention_heads=heads,
-        decoder_attention_head_dim=head_dim,
-    )
+def _video_encoder(preset: ModelPreset, width: float) -> VideoVAEConfig:
+    channels = tuple(_multiple(c * width, 8) for c in preset.video_vae.block_out_channels)
+    return replace(preset.video_vae, block_out_channels=channels, norm_num_groups=8)
+
+
+def _video_decoder(preset: ModelPreset, width: float) -> VideoVAEConfig:
+    heads, head_dim = _heads(preset.video_vae.decoder_width * width)
+    return replace(preset.video_vae, decoder_num_attention_heads=heads, decoder_attention_head_dim=head_dim)
 
 
 def _heads(width: float) -> tuple[int, int]:
@@ -217,8 +223,8 @@ def _heads(width: float) -> tuple[int, int]:
     return min(choices, key=lambda choice: abs(math.prod(choice) - width))
 
 
-def _audio_vae(width: float) -> AudioVAEConfig:
-    real = AudioVAEConfig()
+def _audio_vae(preset: ModelPreset, width: float) -> AudioVAEConfig:
+    real = preset.audio_vae
     heads = max(1, round(real.num_attention_heads * width))
     return replace(
         real,
@@ -227,3 +233,13 @@ def _audio_vae(width: float) -> AudioVAEConfig:
         latent_dim=_multiple(real.latent_dim * width, heads * real.latent_channels),  # pooled to that many
         decoder_dim=_multiple(real.decoder_dim * width, 2 ** len(real.decoder_rates)),
     )
+
+
+SHRINKING: tuple[tuple[str, str | None, Callable[[ModelPreset, float], Any]], ...] = (
+    ("text_encoder", "language", _language),
+    ("text_encoder", "vision", _vision),
+    ("dit", None, _dit),
+    ("video_vae", "encoder", _video_encoder),
+    ("video_vae", "decoder", _video_decoder),
+    ("audio_vae", None, _audio_vae),
+)  # in this order: the transformer's text is as wide as the encoder's

@@ -14,6 +14,7 @@ from ..host.embedded.host import RunResult
 from ..memory import device
 from ..memory.ledger import Event, Ledger
 from ..memory.store import MemoryRefused
+from .interruption import Interruption
 
 SAMPLE_SECONDS = 0.02
 BAD_INPUT_ERRORS = frozenset({"CheckpointError", "FormatError", "TokenizerError", "PathError", "MemoryRefused", "ValueError"})
@@ -69,11 +70,13 @@ class Report:
     seconds: float = 0.0
     budget: int | None = None
     refusal: MemoryRefused | None = None
-    predicted_peak: int | None = None  # of the last run
+    predicted_peak: int | None = None  # of the last run's weights
+    predicted_growth: int | None = None  # with activations and results
+    interruption: Interruption | None = None
 
     @property
     def status(self) -> str:
-        if self.runs[-1].result.status == "success":
+        if self._failure is None:
             return "ok"
         return "refused" if self._error_type == "MemoryRefused" else "error"
 
@@ -85,11 +88,15 @@ class Report:
     @property
     def is_bad_input(self) -> bool:
         """Whether the run ended because of what was given to it: the prompt, a file, the budget."""
+        if self.interruption is not None:
+            return False
         never_began = self._failure is not None and self._failure.node_id is None
         return never_began or self._error_type in BAD_INPUT_ERRORS
 
     @property
     def _failure(self) -> NodeError | None:
+        if self.interruption is not None:
+            return NodeError("Interrupted", self.interruption.message, self.interruption.node)
         return self.runs[-1].result.error
 
     @property
@@ -97,7 +104,8 @@ class Report:
         return self._failure.type.rpartition(".")[2] if self._failure else ""
 
     def as_dict(self) -> dict[str, Any]:
-        components = _components(list(self.ledger.events), self.kinds)
+        events = list(self.ledger.events)  # a run may go on meanwhile
+        components = _components(events, self.kinds)
         sizes = [component["bytes"] for component in components]
         return {
             "status": self.status,
@@ -107,14 +115,15 @@ class Report:
             "components": components,
             "sum_bytes": sum(sizes),
             "largest_bytes": max(sizes, default=0),
-            "peak_resident_bytes": max((record.peak_bytes for record in self.runs), default=0),
+            "peak_resident_bytes": max([self.ledger.peak_bytes, *(record.peak_bytes for record in self.runs)]),
             "predicted_peak_bytes": self.predicted_peak,
+            "predicted_growth_bytes": self.predicted_growth,
             "budget_bytes": self.budget,
             "rss_before_bytes": self.memory.before,
             "rss_peak_bytes": self.memory.peak,
-            "rss_after_bytes": self.memory.after,
-            "events": [event.as_dict() for event in self.ledger.events],
-            "outputs": [{"node": f.node, "path": str(f.path), "kind": f.kind} for f in self.runs[-1].result.files],
+            "rss_after_bytes": self.memory.after or device.process_bytes(),
+            "events": [event.as_dict() for event in events],
+            "outputs": [{"node": f.node, "path": str(f.path), "kind": f.kind} for r in self.runs[-1:] for f in r.result.files],
         }
 
     def _error(self) -> dict[str, Any] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,10 +18,12 @@ import torch
 from ..host.embedded.declarations import Declarations, InputDeclaration
 from ..host.embedded.host import EmbeddedHost, RunResult
 from ..host.embedded.port import EmbeddedPort
+from ..host.embedded.progress import NodeState
 from ..memory.store import Store
 from ..nodes import NODE_CLASS_MAPPINGS
 from ..nodes.runtime import Policy, Runtime, installed
 from .canvas import api_prompt
+from .interruption import Interruption, SignalWatch
 from .report import Report, RunRecord, sampled_memory
 
 log = logging.getLogger("lazy_h3")
@@ -83,22 +87,31 @@ def as_prompt(workflow: Mapping[str, Any], host: EmbeddedHost, settings: Mapping
 def run_workflow(workflow: Mapping[str, Any], options: RunOptions) -> Report:
     """Run a workflow ``repeat`` times in a host of its own; writes outputs and ``report.json`` into ``options.out``.
 
-    Raises ValueError for a canvas that cannot be converted and for settings that do not fit.
+    SIGTERM and Ctrl-C end the run: the report is written at once, and again when everything is freed. Raises ValueError for a
+    canvas that cannot be converted, for settings that do not fit, and for an output folder that cannot be written to.
     """
     started = time.monotonic()
     with hosted(options) as (host, shared), sampled_memory() as memory:
         prompt = as_prompt(workflow, host, options.settings)
-        options.out.mkdir(parents=True, exist_ok=True)
+        _check_writable(options.out)
         report = Report(shared.store.ledger, shared.catalogue.kinds, budget=options.budget, memory=memory)
-        for number in range(options.repeat):
-            report.runs.append(_run_once(host, shared, prompt, number))
-            if report.runs[-1].result.status != "success":
-                break
+
+        def note(number: signal.Signals) -> None:
+            report.interruption = _interruption(number, host, shared)
+            report.seconds = time.monotonic() - started
+            _write(report, options.out)
+
+        with SignalWatch().watched(note, host.interrupt):
+            for number in range(options.repeat):
+                report.runs.append(_run_once(host, shared, prompt, number))
+                if report.status != "ok":
+                    break
         report.refusal = shared.store.last_refusal
         plan = shared.plan()
-        report.predicted_peak = plan.peak_bytes if plan is not None and plan.refusal is None else None
+        if plan is not None and plan.refusal is None:
+            report.predicted_peak, report.predicted_growth = plan.peak_bytes, plan.peak_growth_bytes
     report.seconds = time.monotonic() - started
-    (options.out / "report.json").write_text(json.dumps(report.as_dict(), indent=2), "utf-8")
+    _write(report, options.out)
     return report
 
 
@@ -111,6 +124,27 @@ def hosted(options: RunOptions, device: torch.device | None = None) -> Iterator[
         shared = Runtime(EmbeddedPort(host, device), store, None, options.policy, True, options.may_stream, options.may_fold)
         with installed(shared):
             yield host, shared
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{folder}: nothing can be written there ({error.strerror}); choose another folder by --out.") from error
+
+
+def _write(report: Report, folder: Path) -> None:
+    (folder / "report.json").write_text(json.dumps(report.as_dict(), indent=2), "utf-8")
+
+
+def _interruption(number: signal.Signals, host: EmbeddedHost, shared: Runtime) -> Interruption:
+    shared.store.ledger.sample()  # the peak so far
+    running = [node for node, progress in host.progress.nodes.copy().items() if progress["state"] is NodeState.Running]
+    used_by = [event.node for event in list(shared.store.ledger.events) if event.node in running]  # others wait for their turn
+    resident = {resource.name: resource.live_bytes() for resource in shared.store.resident()}
+    return Interruption(number, next(reversed(running + used_by), None), resident)
 
 
 def _run_once(host: EmbeddedHost, shared: Runtime, prompt: Mapping[str, Any], number: int) -> RunRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ..memory.units import shown_bytes
 from .report import Report
@@ -13,15 +14,26 @@ def summary(report: Report) -> Iterator[str]:
     data = report.as_dict()
     width = max((len(c["name"]) for c in data["components"]), default=0)
     for component in data["components"]:
-        released = f"released after node {', '.join(component['released_after'])}" if component["released_after"] else "kept"
         yield (
             f"{component['name']:{width}}  {shown_bytes(component['bytes']):>11}  "
-            f"loaded {component['loads']}x in {component['load_seconds']:.2f} s, {released}"
+            f"loaded {component['loads']}x in {component['load_seconds']:.2f} s, {_end_of(component, report)}"
         )
     if data["components"]:
-        yield f"{'sum of all':{width}}  {shown_bytes(data['sum_bytes']):>11}"
+        yield f"{'sum of what was held':{width}}  {shown_bytes(data['sum_bytes']):>11}"
         yield f"{'peak resident weights':{width}}  {shown_bytes(data['peak_resident_bytes']):>11}"
     memory = f"{shown_bytes(data['rss_before_bytes'])} before, {shown_bytes(data['rss_peak_bytes'])} at its peak"
     yield f"process memory: {memory}, {shown_bytes(data['rss_after_bytes'])} after; {data['seconds']:.1f} s in all"
     for output in data["outputs"]:
         yield f"{output['kind']}: {output['path']}"
+
+
+def _end_of(component: dict[str, Any], report: Report) -> str:
+    """Where its weights went at last. What was kept for a next run goes with the host, which says nothing about the run."""
+    ends = [e for e in report.ledger.events if e.component == component["name"] and e.event in ("release", "keep")]
+    if len(ends) > 1 and ends[-1].node is None and ends[-2].event == "keep":
+        ends.pop()
+    if not ends or ends[-1].event == "keep":
+        return "kept"
+    if ends[-1].node is None:
+        return f"released ({ends[-1].reason})"
+    return f"released after node {', '.join(component['released_after'])}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -83,8 +82,11 @@ class AudioDecoder(nn.Module):
         x = self.conv_pre(x)
         for stage, (up,) in enumerate(self.ups):
             x = up(x)
-            blocks = self.resblocks[stage * self.num_kernels : (stage + 1) * self.num_kernels]
-            x = reduce(torch.add, (block(x, taps) for block in blocks)) / self.num_kernels
+            first, *others = self.resblocks[stage * self.num_kernels : (stage + 1) * self.num_kernels]
+            total = first(x, taps)
+            for block in others:
+                total.add_(block(x, taps))
+            x = total.div_(self.num_kernels)
             if on_stage is not None:
                 on_stage(stage + 1, len(self.ups))
         return self.conv_post(self.activation_post(x, taps)).clamp(-1, 1)

@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from .attention import attention
 from .config import TextEncoderConfig
 from .rotary import inverse_frequencies, rotated
-from .vision import NO_TOWER, Grid, VisionFeatures, VisionTower
+from .vision import NO_TOWER, Grid, VisionFeatures, VisionTower, blank_embedding
 
 OnLayer = Callable[[int, int], None]
 
@@ -108,7 +108,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: TextEncoderConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = blank_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -97,6 +97,7 @@ def tiled(network: Callable[[Tensor], Tensor], x: Tensor, inputs: Grid, outputs:
             outputs.crop(picture, row, column).copy_(tile)
             below.append(bottom)
             left = right if rule == "raw" else _last(tile, overlap_right, COLUMNS)
+            del tile  # or it would outlive the computation of the next one
         if rule == "composited":
             below = [_last(outputs.crop(picture, row, column), overlap_below, ROWS) for column in range(len(below))]
         above = below

@@ -154,7 +154,8 @@ class VideoVAE(nn.Module):
 
     def _frames(self, raw: Tensor) -> Tensor:
         """Raw pixels [1, 3, n, H, W] to fp32 [n, H, W, 3] in [0, 1]."""
-        frames = raw[0].permute(1, 2, 3, 0).float().contiguous()
+        pixels = raw[0].permute(1, 2, 3, 0)
+        frames = torch.empty_like(pixels, dtype=torch.float32, memory_format=torch.contiguous_format).copy_(pixels)
         return frames.mul_(frames.new_tensor(self.config.pixel_std)).add_(frames.new_tensor(self.config.pixel_mean)).clamp_(0, 1)
 
     def _pixels(self, clip: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ def inside(folders: Iterable[Path], name: str) -> Path:
         path = folder.joinpath(*parts)
         if path.exists():
             return path
-    places = ", ".join(map(str, folders)) or "no folder at all"
+    if not folders:
+        raise ValueError(f"{name} is not there, for want of a folder with models; name it with --models.")
+    places = ", ".join(map(str, folders))
     raise ValueError(f"{name} is not in {places}; put the file there, or choose another in the loader node.")
 
 

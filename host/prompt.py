@@ -69,6 +69,12 @@ class RunningPrompt:
                 self._wanted.finish(node)
         return self._wanted
 
+    def will_run(self, node: str) -> bool:
+        """Whether the executor has the node on its list: what lies behind lazy links is not, until it is asked for."""
+        executor, wiring = self._executor, self._wiring
+        is_listed = executor is not None and node in executor.pending
+        return is_listed and node not in self._finished and (wiring is None or node not in wiring.expanded)
+
     def classes(self, class_type: str) -> NodeClass | None:
         """What a node class declares about its outputs."""
         return declared_class(self._host.node_class(class_type))

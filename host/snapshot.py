@@ -170,6 +170,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
                 "bytes": choice.resident_bytes,
                 "held_blocks": choice.num_held,
                 "from": plan.stages[choice.first].node,
+                "read_ahead_at": None if choice.prefetch_at is None else plan.stages[choice.prefetch_at].node,
                 "to": plan.stages[choice.last].node,
                 "kept": choice.is_kept,
                 "read_bytes": choice.read_bytes,
@@ -180,6 +181,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "sum_bytes": sum(item.total_bytes for item in plan.items),
         "predicted_peak_bytes": plan.peak_bytes if refusal is None else None,
         "peak_node": plan.peak_node,
+        "predicted_growth_bytes": plan.peak_growth_bytes if refusal is None else None,
+        "growth_node": plan.growth_node,
         "refusal": None
         if refusal is None
         else {

@@ -109,7 +109,7 @@ class Component:
         grant = None if request.grant is None else request.grant - folding.table_bytes
         staying = streamed.staying(grant) if is_streamed else rest
         try:
-            self._fold(folding, staying)
+            self._fold(folding, staying, request.on_bytes)
             self._read([slot for slot in staying if slot.name not in self._prints], request.on_bytes)
             if is_streamed:
                 self._streamed.append(streamed)
@@ -201,13 +201,13 @@ class Component:
     def _folding(self, slots: Sequence[Slot], points: Points) -> Folding:
         return Folding(self.module, slots, self._source, self._storages, points)
 
-    def _fold(self, folding: Folding, staying: Sequence[Slot]) -> None:
+    def _fold(self, folding: Folding, staying: Sequence[Slot], on_bytes: OnBytes | None) -> None:
         """Fold first, while little else is in memory: a sub-module's weights take the room that other weights get afterwards."""
         if not folding.slot_names:
             return
-        self._read(self._fold_inputs(staying), None)
+        self._read(self._fold_inputs(staying), on_bytes)
         self._foldings.append(folding)
-        folding.fold()
+        folding.fold(on_bytes=on_bytes)
 
     def _fold_inputs(self, slots: Iterable[Slot]) -> list[Slot]:
         """The slots that the features of foldable sub-modules are computed with."""

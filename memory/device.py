@@ -16,6 +16,7 @@ import psutil
 import torch
 
 GIB = 1 << 30
+HEAP_SLACK = 64 << 20  # glibc: twice 32 MiB, from where on an allocation is a mapping of its own
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -58,6 +59,11 @@ def is_unified(device: torch.device) -> bool:
 def process_bytes() -> int:
     """Resident memory of this process."""
     return int(psutil.Process().memory_info().rss)
+
+
+def heap_slack(nbytes: int) -> int:
+    """What the heap may hold of freed tensors while ``nbytes`` of activations come and go: as much again, up to its limit."""
+    return min(nbytes, HEAP_SLACK)
 
 
 def trim() -> None:

@@ -8,11 +8,14 @@ at a time. A row that is not among the known ones is never guessed: the weights 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
+from .reader import OnBytes
 from .skeleton import Slot
 from .source import WeightSource
 from .storages import LivingStorages
@@ -48,10 +51,14 @@ class FoldedModule:
         self._values: tuple[KnownRows, Tensor] | None = None
         self._turn = threading.Lock()  # weights are in place for one caller at a time
 
-    def fold(self, known: KnownRows) -> None:
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.nbytes for slot in self.slots)
+
+    def fold(self, known: KnownRows, on_bytes: OnBytes | None = None) -> None:
         """Compute the table for these rows and answer from it from now on; reads the weights once and keeps none."""
         with torch.inference_mode(False), torch.no_grad():
-            table = self._applied(known.features).clone()
+            table = self._applied(known.features, on_bytes).clone()
         self._storages.add([table])
         self._values = known, table
         self._module.__dict__["forward"] = self._answer
@@ -66,21 +73,21 @@ class FoldedModule:
         places = known.places(rows)
         return self._applied(rows) if places is None else table[places]
 
-    def _applied(self, rows: Tensor) -> Tensor:
+    def _applied(self, rows: Tensor, on_bytes: OnBytes | None = None) -> Tensor:
         """The sub-module itself on these rows, with its weights in place for this call alone."""
         original: Callable[[Tensor], Tensor] = type(self._module).forward.__get__(self._module)
         with self._turn:
             try:
-                self._read()
+                self._read(on_bytes)
                 return original(rows)
             finally:
                 for slot in self.slots:
                     slot.clear()
 
-    def _read(self) -> None:
+    def _read(self, on_bytes: OnBytes | None) -> None:
         tensors = {slot.name: self._source.blank(slot.shape, slot.dtype) for slot in self.slots}
         self._storages.add(tensors.values())
-        self._source.read(tensors)
+        self._source.read(tensors, on_bytes)
         for slot in self.slots:
             slot.put(tensors[slot.name])
 
@@ -117,7 +124,7 @@ class Folding:
     @property
     def peak_bytes(self) -> int:
         """The most that folding takes beside its inputs: all tables and the largest sub-module."""
-        return self.table_bytes + max((sum(slot.nbytes for slot in m.slots) for m in self._modules), default=0)
+        return self.table_bytes + max((folded.nbytes for folded in self._modules), default=0)
 
     def covers(self, points: Points) -> bool:
         return set(points) <= set(self._points)
@@ -126,24 +133,34 @@ class Folding:
         """Whether the tables for these points take less than the weights."""
         return self.table_bytes_for(points) < self.weight_bytes
 
-    def fold(self, points: Points | None = None) -> None:
+    def fold(self, points: Points | None = None, on_bytes: OnBytes | None = None) -> None:
         """Compute all tables, for other points if any are given. What the features need must be filled.
 
-        Who computes meanwhile gets right answers, and so does everybody if this fails halfway: each sub-module knows its rows.
+        ``on_bytes(done, total)`` may raise to cancel. Who computes meanwhile gets right answers, and so does everybody if this
+        fails halfway: each sub-module knows its rows.
         """
         points = tuple(dict.fromkeys(self._points if points is None else points))
         if self._modules:
             features = self._module.fold_inputs(torch.tensor(points))  # type: ignore[operator]
             known = KnownRows(features)
-            for folded in self._modules:
-                folded.fold(known)
+            for done, folded in zip(self._bytes_before(), self._modules, strict=True):
+                folded.fold(known, on_bytes and partial(_note_part, on_bytes, done, self.weight_bytes))
         self._points = points
 
     def unfold(self) -> None:
         for folded in self._modules:
             folded.unfold()
 
+    def _bytes_before(self) -> Iterator[int]:
+        """For each sub-module, the bytes of those that are folded before it."""
+        return accumulate((folded.nbytes for folded in self._modules[:-1]), initial=0)
+
     def table_bytes_for(self, points: Points) -> int:
         """One value for each row of the weights and each point."""
         rows = sum(slot.shape[0] * slot.dtype.itemsize for slot in self.slots if len(slot.shape) == 2)
         return rows * len(set(points))
+
+
+def _note_part(on_bytes: OnBytes, before: int, total: int, done: int, _: int) -> None:
+    """Progress of one part as progress of all."""
+    on_bytes(before + done, total)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .graph import Key
-from .resource import Cost, Mode
+from .resource import Cost, Mode, Parts
 from .units import shown_bytes
 
 Policy = Literal["auto", "free", "keep"]
@@ -29,22 +29,33 @@ class Use:
 
 @dataclass(frozen=True)
 class Stage:
-    """One heavy node: what it uses, and the bytes of its activations."""
+    """One heavy node: what it uses, the bytes of its activations, and of all results up to its own that the host keeps."""
 
     node: str
     uses: tuple[Use, ...]
     activation_bytes: int = 0
+    result_bytes: int = 0
+
+    @property
+    def bytes_beside_weights(self) -> int:
+        return self.activation_bytes + self.result_bytes
 
 
 @dataclass(frozen=True)
 class Item:
-    """A resource as a plan sees it. ``points``: what it is folded for; ``total_bytes``: all of its parts, whole."""
+    """A resource as a plan sees it.
+
+    ``parts``: what the prompt needs of it; ``points``: what it is folded for; ``total_bytes``: all of its parts, whole;
+    ``is_resident``: nothing of it has to be read.
+    """
 
     key: Key
     name: str
     costs: Mapping[Mode, Cost]
     total_bytes: int = 0
     points: tuple[float, ...] = ()
+    parts: Parts = frozenset()
+    is_resident: bool = False
 
     @property
     def whole(self) -> Cost:
@@ -53,7 +64,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision about one item. ``first`` and ``last`` are stages; ``read_bytes`` is all that the prompt reads of it."""
+    """The decision about one item.
+
+    ``first`` and ``last``: stages that use it; ``prefetch_at``: an earlier one, during which it may be read; ``read_bytes``: all
+    that the prompt reads of it.
+    """
 
     item: Item
     mode: Mode
@@ -65,6 +80,12 @@ class Choice:
     num_held: int = 0
     is_kept: bool = False
     reason: str = ""
+    prefetch_at: int | None = None
+
+    @property
+    def begin(self) -> int:
+        """The stage since which it may be in memory."""
+        return self.first if self.prefetch_at is None else self.prefetch_at
 
     @property
     def grant(self) -> int | None:
@@ -84,7 +105,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions in the order of first use, the predicted peak of weight bytes and the stage where it is reached."""
+    """Decisions in the order of first use, and the predicted peak of weight bytes and the stage where it is reached.
+
+    ``peak_growth_bytes`` and ``growth_node``: the same of weights, activations and results together.
+    """
 
     stages: tuple[Stage, ...]
     choices: tuple[Choice, ...]
@@ -93,6 +117,8 @@ class Plan:
     refusal: Refusal | None = None
     warnings: tuple[str, ...] = ()
     items: tuple[Item, ...] = ()
+    peak_growth_bytes: int = 0
+    growth_node: str | None = None
 
     def warned(self, more: Sequence[str]) -> Plan:
         """The plan with these warnings, too."""
@@ -116,19 +142,20 @@ def make_plan(
     ``room``: bytes that weights and activations may take on the machine together, None for no limit; ``budget``: cap on weights
     alone. ``streams_single_passes``: stream what runs once, since one pass costs one read either way.
     """
-    draft = _Draft(stages, items, _limits(stages, room, budget), streams_single_passes)
+    draft = _Draft(stages, items, room, budget, streams_single_passes)
     refusal = draft.refusal()
     if refusal is not None:
         return Plan(tuple(stages), (), 0, None, refusal, items=tuple(items))
     choices = draft.kept(policy)
-    peak, node = draft.peak(choices)
+    peak, growth = draft.peak(choices), draft.growth(choices)
+    choices = draft.prefetched(choices)
     warnings = () if policy != "keep" or all(c.is_kept for c in choices) else ("Not everything that should be kept fits.",)
-    return Plan(tuple(stages), tuple(choices), peak, node, warnings=warnings, items=tuple(items))
+    return Plan(tuple(stages), tuple(choices), *peak, None, warnings, tuple(items), *growth)
 
 
 def _limits(stages: Sequence[Stage], room: int | None, budget: int | None) -> list[int | None]:
     """Bytes for weights at each stage."""
-    caps = [None if room is None else room - stage.activation_bytes for stage in stages]
+    caps = [None if room is None else room - stage.bytes_beside_weights for stage in stages]
     return [budget if cap is None else cap if budget is None else min(cap, budget) for cap in caps]
 
 
@@ -136,10 +163,12 @@ class _Draft:
     """Stages and items with the room of each stage."""
 
     def __init__(
-        self, stages: Sequence[Stage], items: Sequence[Item], limits: Sequence[int | None], streams_single_passes: bool
+        self, stages: Sequence[Stage], items: Sequence[Item], room: int | None, budget: int | None, streams_single_passes: bool
     ) -> None:
         self._stages = stages
-        self._limits = limits
+        self._room = room
+        self._budget = budget
+        self._limits = _limits(stages, room, budget)
         self._streams_single_passes = streams_single_passes
         used = [item for item in items if any(self._uses(item))]
         self._items = sorted(used, key=lambda item: self._interval(item)[0])
@@ -175,11 +204,43 @@ class _Draft:
 
     def peak(self, choices: Sequence[Choice]) -> tuple[int, str | None]:
         """The most that is resident at any stage, with what a fill takes on top."""
-        totals = [self._total(number, choices) for number in range(len(self._stages))]
+        return self._highest([self._total(number, choices) for number in range(len(self._stages))])
+
+    def growth(self, choices: Sequence[Choice]) -> tuple[int, str | None]:
+        """The same, with activations and results."""
+        return self._highest([self._total(n, choices) + stage.bytes_beside_weights for n, stage in enumerate(self._stages)])
+
+    def _highest(self, totals: Sequence[int]) -> tuple[int, str | None]:
         if not totals:
             return 0, None
         highest = max(range(len(totals)), key=totals.__getitem__)
         return totals[highest], self._stages[highest].node
+
+    def prefetched(self, choices: Sequence[Choice]) -> list[Choice]:
+        """The choices with the stage at which each may be read ahead: only the next to be used, and only what is held whole.
+
+        It must fit at every stage that it waits through, and raises no peak: neither of weights nor with activations.
+        """
+        result = [*choices]
+        ceilings = self._ceilings(choices)
+        for place, choice in enumerate(choices):
+            if choice.mode == "streamed" or choice.item.is_resident:
+                continue
+            earliest = max((other.first for other in choices if other.first < choice.first), default=choice.first)
+            for begin in range(choice.first - 1, earliest - 1, -1):
+                trial = [*result[:place], replace(choice, prefetch_at=begin), *result[place + 1 :]]
+                if any(self._total(number, trial) > ceilings[number] for number in range(begin, choice.first + 1)):
+                    break
+                result = trial
+        return result
+
+    def _ceilings(self, choices: Sequence[Choice]) -> list[int]:
+        """For each stage, the weights that break no limit and raise no peak."""
+        totals = [self._total(number, choices) for number in range(len(self._stages))]
+        beside = [stage.bytes_beside_weights for stage in self._stages]
+        weights, growth = max(totals, default=0), max(map(sum, zip(totals, beside, strict=True)), default=0)
+        limits = (weights if limit is None else limit for limit in self._limits)
+        return [min(weights, growth - own, limit) for own, limit in zip(beside, limits, strict=True)]
 
     def _fitted(self, keep: frozenset[Key]) -> list[Choice]:
         """A mode for every item: all as small as can be at first, then grown where there is room, what runs most often first."""
@@ -230,9 +291,12 @@ class _Draft:
         return min((limit - self._total(n, choices) for n in stages if (limit := self._limits[n]) is not None), default=0)
 
     def _total(self, number: int, choices: Sequence[Choice]) -> int:
-        live = [choice for choice in choices if choice.is_kept or choice.first <= number <= choice.last]
-        filling = [choice.transient_bytes for choice in live if choice.first == number]
-        return sum(choice.resident_bytes for choice in live) + max(filling, default=0)
+        """Weights at a stage, with what fills take on top: one after the other, but for those that are read ahead."""
+        live = [choice for choice in choices if choice.is_kept or choice.begin <= number <= choice.last]
+        filling = [choice for choice in live if choice.begin <= number <= choice.first]
+        in_turn = [choice.transient_bytes for choice in filling if choice.prefetch_at is None]
+        beside = [choice.transient_bytes for choice in filling if choice.prefetch_at is not None]
+        return sum(choice.resident_bytes for choice in live) + max(in_turn, default=0) + sum(beside)
 
     def _uses(self, item: Item) -> list[Use]:
         return [use for stage in self._stages for use in stage.uses if use.key == item.key]
@@ -251,12 +315,8 @@ class _Draft:
         stage, limit = self._stages[number], self._limits[number] or 0
         live = sorted((c for c in choices if c.first <= number <= c.last), key=lambda choice: -choice.resident_bytes)
         if not live or limit <= 0:
-            activations = shown_bytes(stage.activation_bytes)
-            message = (
-                f"The activations of node {stage.node} take {activations}, which leaves no room for weights; "
-                "choose a smaller picture or a shorter clip."
-            )
-            return Refusal(live[0].item.name if live else "activations", stage.node, need, max(0, limit), message)
+            name = live[0].item.name if live else "activations"
+            return Refusal(name, stage.node, need, max(0, limit), self._nothing_left(stage, name, need))
         item, *others = [choice.item for choice in live]
         beside = f" together with {', '.join(other.name for other in others)}" if others else ""
         smallest = ", ".join(f"{choice.item.name} {shown_bytes(choice.resident_bytes)}" for choice in choices)
@@ -265,3 +325,17 @@ class _Draft:
             f"give it {shown_bytes(need)} or use a smaller file (smallest possible: {smallest})."
         )
         return Refusal(item.name, stage.node, need, limit, message)
+
+    def _nothing_left(self, stage: Stage, name: str, need: int) -> str:
+        """Why there is no byte for weights."""
+        if self._budget == 0:
+            return f"The budget is 0, which is too small for any weights; {name} needs at least {shown_bytes(need)}: raise it."
+        if self._room == 0:
+            return (
+                f"{name} needs at least {shown_bytes(need)}, and no memory is free beyond what must be left for the rest of the "
+                "machine; close other programs."
+            )
+        return (
+            f"The activations of node {stage.node} take {shown_bytes(stage.bytes_beside_weights)}, which leaves no room for "
+            "weights; choose a smaller picture or a shorter clip."
+        )

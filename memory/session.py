@@ -37,6 +37,9 @@ class Prompt(Protocol):
     def may_run(self) -> Container[str]:
         """Nodes that may still run, the present one included, and perhaps some that have finished."""
 
+    def will_run(self, node: str) -> bool:
+        """Whether the node is certain to run, errors and interrupts aside; False where the host does not tell."""
+
     def classes(self, class_type: str) -> NodeClass | None: ...
     def sources(self, nodes: Mapping[str, Node]) -> Mapping[Output, Key]:
         """Loader outputs and the identities of their resources; ANY where the loader's inputs are not known yet."""
@@ -94,6 +97,7 @@ class Session:
     @_contained
     def started(self, node: str) -> None:
         """A node begins: it may run again, whatever it did before (loops)."""
+        is_first = not self._running and not self.finished
         self.finished.discard(node)
         self._running.add(node)
         for key, trail in self._trails.items():
@@ -101,6 +105,8 @@ class Session:
                 self._left[key].append(node)
         if self._turnstile is not None:
             self._turnstile.note_start()
+        if is_first:
+            self.prompt.may_run()  # its best source is the executor's list, which can be found from the executor's own events
 
     @_contained
     def ended(self, node: str) -> None:
@@ -130,6 +136,7 @@ class Session:
             return
         self.is_over = True
         self.store.unpin_node(self.prompt_id)
+        self.store.stop_prefetches("end of the prompt")
         self._settle()
         for resource in self.store.resident():
             if resource.identity not in self._kept:

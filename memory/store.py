@@ -6,6 +6,7 @@ happens outside it. A resource in use (pinned) is never dropped: releasing it th
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 import weakref
@@ -41,6 +42,19 @@ class Decision(NamedTuple):
     points: tuple[float, ...] = ()
 
 
+class Unwanted(Exception):
+    """Ends a read that was begun ahead of its user; says for what."""
+
+
+class _Step(NamedTuple):
+    """One thing to do until a resource is as its user needs it; ``cost``: what it adds."""
+
+    cost: Cost
+    what: str
+    run: Callable[[], None]
+    is_last: bool = True
+
+
 class MemoryRefused(RuntimeError):
     """A resource does not fit. Raised before a byte of it is read. ``message`` takes the place of the sentence made here."""
 
@@ -73,6 +87,24 @@ class _Entry:
     before_fill: int = 0
     last_use: float = 0.0
     known_edit: str | None = None  # a change by hand that was warned of
+    reader: threading.Thread | None = None  # has read it, or still reads it, for a user who is still to come
+    progress: tuple[int, int] = (0, 1)  # of that thread: bytes done and in all
+
+    @property
+    def is_busy(self) -> bool:
+        return self.state in ("filling", "dropping")
+
+    @property
+    def is_ahead(self) -> bool:
+        return self.reader is not None
+
+    @property
+    def is_being_prefetched(self) -> bool:
+        return self.is_ahead and self.state == "filling" and not self.pins
+
+    @property
+    def is_unwanted(self) -> bool:
+        return self.release_reason is not None and not self.pins
 
     @property
     def held_bytes(self) -> int:
@@ -89,9 +121,9 @@ class Store:
     """All resources of the process.
 
     ``budget``: cap on weight bytes per pool, None for what the machine has. ``pretended_total``: the size of the pool in tests
-    and what-if runs. ``on_use(resource)`` observers run when a resource is about to be used; ``on_fill`` observers see progress
-    and may raise to cancel; ``on_change(resource, is_resident)`` follow fills and drops; ``before_fill(resource, bytes)`` may ask
-    others to make room.
+    and what-if runs. ``on_use(resource)`` observers run when a resource is about to be used, ``on_ready`` when it is filled for
+    that; ``on_fill`` observers see progress and may raise to cancel; ``on_change(resource, is_resident)`` follow fills and drops;
+    ``before_fill(resource, bytes)`` may ask others to make room.
     """
 
     def __init__(self, ledger: Ledger | None = None, budget: int | None = None, pretended_total: int | None = None) -> None:
@@ -101,12 +133,14 @@ class Store:
         self.pretended_total = pretended_total
         self.decide: Callable[[Resource, Parts, Hints], Decision | None] = lambda *_: None  # the plan's word on mode and grant
         self.on_use: list[Callable[[Resource], None]] = []
+        self.on_ready: list[Callable[[Resource], None]] = []
         self.on_fill: list[OnFill] = []
         self.on_change: list[Callable[[Resource, bool], None]] = []
         self.before_fill: list[Callable[[Resource, int], None]] = []
         self.last_refusal: MemoryRefused | None = None
         self._known: weakref.WeakValueDictionary[Identity, Resource] = weakref.WeakValueDictionary()
         self._entries: dict[Identity, _Entry] = {}  # strong references: what is pinned or not absent
+        self._departed: dict[Identity, _Entry] = {}  # gone on a thread that must not tell
         self._haunted: list[Resource] = []  # dropped, but somebody else still holds weights
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -139,12 +173,53 @@ class Store:
         entry = self._pin(resource, owner)
         try:
             self._ensure_filled(entry, parts, hints)
+            for observer in self.on_ready:
+                observer(resource)
             yield resource
         except BaseException as error:
             forget_locals(error)
             raise
         finally:
             self._unpin(entry, owner)
+
+    def prefetch(
+        self, resource: Resource, parts: Parts, points: tuple[float, ...] = (), beside: int = 0
+    ) -> threading.Thread | None:
+        """Begin to fill an absent resource whole, on a thread of its own, for a user who is still to come; None without room.
+
+        It takes only room that is free, ``beside`` bytes of the pool left over, and gives it back to whoever needs it before that
+        user comes. Observers of changes hear of it here, and of its end on the next thread that uses it or calls ``settle``. A
+        read that fails leaves nothing: the user reads it again, and says what is wrong with it.
+        """
+        resource = self.add(resource)
+        cost = resource.costs(parts, points)["whole"]
+        entry = _Entry(resource, "filling", reserved=cost.resident + cost.transient, progress=(0, cost.resident))
+        request = FillRequest(parts, points=points, on_bytes=partial(self._note_prefetch, entry))
+        context = contextvars.copy_context()  # so that the ledger knows the node
+        work = partial(context.run, self._read_ahead, entry, request, cost.resident)
+        entry.reader = threading.Thread(target=work, name="lazy-h3-prefetch", daemon=True)
+        if not self._reserve_ahead(entry, beside):
+            return None
+        try:
+            self._tell(entry, True)
+            entry.reader.start()
+        except BaseException:
+            self._end_fill(entry)
+            raise
+        return entry.reader
+
+    def stop_prefetches(self, reason: str) -> None:
+        """Cancel what is being read ahead, and wait until it has gone."""
+        readers = set()
+        with self._changed:
+            while running := [entry for entry in self._entries.values() if entry.is_being_prefetched]:
+                for entry in running:
+                    entry.ask_for_release(reason, force=True)
+                    readers.add(entry.reader)
+                self._changed.wait(WAIT_SECONDS)
+        for reader in readers:
+            if reader is not None and reader.is_alive():  # it has its last words to write, or somebody came for what it reads
+                reader.join(WAIT_SECONDS)
 
     def release(self, resource: Resource, reason: str, *, force: bool = False) -> None:
         """Drop the resource's weights, now or when it is no longer filling or pinned. Does nothing if it is absent.
@@ -169,11 +244,18 @@ class Store:
                 entry.ask_for_release(reason, force)
 
     def settle(self) -> None:
-        """Drop what was to be released later and is in use by nobody."""
+        """Drop what was to be released later and is in use by nobody; tell of what was to be read ahead and was not."""
         with self._lock:
             for entry in list(self._entries.values()):
-                if not entry.pins:
+                if entry.is_unwanted:
                     self._release_as_asked(entry)
+            for identity, entry in list(self._departed.items()):
+                state = self._status(entry.resource).state
+                if state == "filling":
+                    continue  # by its user, who may yet fail
+                del self._departed[identity]
+                if state == "absent":
+                    self._tell(entry, False)
 
     def release_all(self, reason: str, *, force: bool = False) -> None:
         """Release every resource."""
@@ -191,7 +273,11 @@ class Store:
     @contextmanager
     def filling(self, resource: Resource, nbytes: int) -> Iterator[None]:
         """Somebody else fills the resource inside this block; reserves ``nbytes`` first (MemoryRefused if they do not fit)."""
-        entry = self._begin_fill(self.add(resource), Cost(nbytes))
+        resource = self.add(resource)
+        with self._changed:
+            while self._is_in_the_way(resource, nbytes):
+                self._changed.wait(WAIT_SECONDS)
+            entry = self._begin_fill(resource, Cost(nbytes))
         with self._fill_recorded(entry, nbytes):
             yield
 
@@ -253,30 +339,97 @@ class Store:
                 self._release_as_asked(entry)
 
     def _ensure_filled(self, entry: _Entry, parts: Parts, hints: Hints) -> None:
-        resource = entry.resource
-        report = partial(self._report_progress, resource)
-        with self._changed:
-            while entry.state in ("filling", "dropping"):
-                self._changed.wait(WAIT_SECONDS)
-            refold = self._refold_cost(entry, hints.points)
-            missing = parts - resource.resident_parts()
-            if refold is not None:
-                self._begin_fill(resource, refold)
-            elif missing:
-                mode, grant, points = self._decided(resource, missing, hints)
-                cost = resource.costs(missing, points)[mode].granted(grant)
-                self._begin_fill(resource, cost)
-            else:
+        while True:
+            self._await(entry)
+            with self._changed:
+                entry = self._entries.get(entry.resource.identity, entry)  # another one, if the pin was taken away meanwhile
+                if entry.is_busy:
+                    continue
+                self._arrive(entry)
+                step = self._next_step(entry, parts, hints)
+                if step is None:
+                    return
+                if self._is_in_the_way(entry.resource, step.cost.resident + step.cost.transient):
+                    self._changed.wait(WAIT_SECONDS)
+                    continue
+                entry = self._begin_fill(entry.resource, step.cost)
+            with self._fill_recorded(entry, step.cost.resident, step.what):
+                step.run()
+            if step.is_last:
                 return
+
+    def _await(self, entry: _Entry) -> None:
+        """Until nobody fills or drops the resource; shows how far it is where it is being read ahead. Without the lock."""
+        while entry.is_busy:
+            if entry.is_ahead:
+                self._report_progress(entry.resource, *entry.progress)
+            with self._changed:
+                if entry.is_busy:
+                    self._changed.wait(WAIT_SECONDS)
+
+    def _arrive(self, entry: _Entry) -> None:
+        """The user has come: what was read ahead for it is like everything else from here on."""
+        if entry.is_ahead:
+            entry.reader = None
+            if entry.state == "resident":
+                self._tell(entry, True)  # again: whoever heard of it first may have let it go meanwhile
+
+    def _next_step(self, entry: _Entry, parts: Parts, hints: Hints) -> _Step | None:
+        """What has to be done for these parts; None if they are there."""
+        resource = entry.resource
+        refold = self._refold_cost(entry, hints.points)
         if refold is not None:
             assert isinstance(resource, Foldable)
-            with self._fill_recorded(entry, refold.resident, "another schedule"):
-                resource.expect(hints.points)
-            self._ensure_filled(entry, parts, hints)
-            return
+            return _Step(refold, "another schedule", partial(resource.expect, hints.points), is_last=False)
+        missing = parts - resource.resident_parts()
+        if not missing:
+            return None
+        mode, grant, points = self._decided(resource, missing, hints)
+        cost = resource.costs(missing, points)[mode].granted(grant)
+        report = partial(self._report_progress, resource)
+        request = FillRequest(missing, mode, grant, hints.num_passes, points=points, on_bytes=report)
         what = ", ".join(sorted(missing)) if missing != resource.parts else ""
-        with self._fill_recorded(entry, cost.resident, f"{what} {mode}".strip() if mode != "whole" else what):
-            resource.fill(FillRequest(missing, mode, grant, hints.num_passes, points=points, on_bytes=report))
+        return _Step(cost, what if mode == "whole" else f"{what} {mode}".strip(), partial(resource.fill, request))
+
+    def _reserve_ahead(self, entry: _Entry, beside: int) -> bool:
+        """Enter the resource into the table if there is room for it, and neither it nor a sibling is there."""
+        identity = entry.resource.identity
+        with self._lock:
+            is_there = any(other == identity or other.is_sibling_of(identity) for other in self._entries)
+            if is_there or entry.reserved > self._room(entry.resource.device, beside):
+                return False
+            self._entries[identity] = entry
+            return True
+
+    def _read_ahead(self, entry: _Entry, request: FillRequest, nbytes: int) -> None:
+        name = entry.resource.name
+        try:
+            with self._fill_recorded(entry, nbytes, "ahead of its first user"):
+                entry.resource.fill(request)
+        except Unwanted as unwanted:
+            log.info("%s: no longer read ahead (%s)", name, unwanted)
+        except Exception as error:
+            log.info("%s: reading it ahead failed (%s); it is read when it is needed.", name, error)
+
+    def _note_prefetch(self, entry: _Entry, done: int, total: int) -> None:
+        entry.progress = done, total
+        self.ledger.sample()
+        if entry.is_unwanted:
+            raise Unwanted(entry.release_reason)
+
+    def _is_in_the_way(self, resource: Resource, need: int) -> bool:
+        """Whether something that is being read ahead has to go before a fill; it is asked to."""
+        running = self._being_prefetched(resource)
+        if need <= self._room(resource.device):
+            running = [entry for entry in running if entry.resource.identity.is_sibling_of(resource.identity)]
+        for entry in running:
+            entry.ask_for_release(f"room for {resource.name}", force=True)
+        return bool(running)
+
+    def _being_prefetched(self, resource: Resource) -> list[_Entry]:
+        """What takes room of the resource's pool ahead of its own user."""
+        running = [entry for entry in self._entries.values() if entry.is_being_prefetched]
+        return [e for e in running if e.resource.device == resource.device and e.resource is not resource]
 
     def _refold_cost(self, entry: _Entry, points: tuple[float, ...]) -> Cost | None:
         """What it takes to fold a resident resource for other points; None if there is nothing to do.
@@ -303,7 +456,8 @@ class Store:
         if planned is not None and planned.mode in resource.costs(parts, planned.points):
             return planned
         costs = resource.costs(parts, hints.points)
-        room = self._room(resource.device) + sum(e.resource.live_bytes() for e in self._rivals(resource))
+        able_to_go = [*self._rivals(resource), *self._being_prefetched(resource)]
+        room = self._room(resource.device) + sum(entry.held_bytes for entry in able_to_go)
         whole, streamed = costs["whole"], costs.get("streamed")
         if streamed is None or whole.resident + whole.transient <= room:
             return Decision("whole", points=hints.points)
@@ -324,7 +478,7 @@ class Store:
             self._make_room(resource, need)
             entry = self._entries.setdefault(resource.identity, _Entry(resource))
             entry.before_fill, entry.reserved = resource.live_bytes(), need
-            entry.state = "filling"
+            entry.state, entry.reader = "filling", None
         return entry
 
     @contextmanager
@@ -337,8 +491,10 @@ class Store:
             forget_locals(error)
             devices.trim()
             self._end_fill(entry)
-            self.ledger.record("load_end", entry.resource.name, 0, f"failed: {type(error).__name__}")
+            reason = f"given up: {error}" if isinstance(error, Unwanted) else f"failed: {type(error).__name__}"
+            self.ledger.record("load_end", entry.resource.name, 0, reason)
             raise
+        devices.trim()  # staging buffers
         self._end_fill(entry)
         self.ledger.record("load_end", entry.resource.name, nbytes)
         seconds = max(self.ledger.now() - began, 1e-9)
@@ -349,13 +505,22 @@ class Store:
             entry.before_fill = entry.reserved = 0
             entry.state = "resident"
             self._changed.notify_all()
-            if not entry.resource.resident_parts():
+            is_empty = not entry.resource.resident_parts()
+            if is_empty:
                 self._forget(entry)
+            if is_empty is entry.is_ahead:  # of what is read ahead, all were told when it began
+                self._tell(entry, not is_empty)
+            if entry.is_unwanted:
+                self._release_as_asked(entry)
+
+    def _tell(self, entry: _Entry, is_resident: bool) -> None:
+        """Tell the observers of changes, who may touch the host's models: not on a thread that reads ahead."""
+        with self._lock:
+            if threading.current_thread() is entry.reader:
+                self._departed[entry.resource.identity] = entry
                 return
             for observer in self.on_change:
-                observer(entry.resource, True)
-            if not entry.pins:
-                self._release_as_asked(entry)
+                observer(entry.resource, is_resident)
 
     def _forget(self, entry: _Entry) -> None:
         """The resource is absent, so a release has nothing left to do; who has it pinned may fill it again."""
@@ -377,8 +542,8 @@ class Store:
                 self._drop(other, f"{resource.name} is about to be filled from the same files", force=False)
 
     def _make_room(self, resource: Resource, need: int) -> None:
-        """Drop what was kept, least recently used first, until ``need`` fits; MemoryRefused if it still does not."""
-        victims = sorted(self._rivals(resource), key=lambda e: e.last_use)
+        """Drop what was read ahead or kept, least recently used first, until ``need`` fits; MemoryRefused if it does not."""
+        victims = sorted(self._rivals(resource), key=lambda e: (not e.is_ahead, e.last_use))
         while need > self._room(resource.device):
             if not victims:
                 self._refuse(resource, need)
@@ -392,17 +557,17 @@ class Store:
         self.last_refusal = MemoryRefused(resource.name, need, have, remedy)
         raise MemoryRefused(resource.name, need, have, remedy)  # another: a raised one holds the frames it went through
 
-    def _room(self, device: torch.device) -> int:
-        """Bytes that weights on ``device`` may still take."""
-        return max(0, min(self._limits(device).values()))
+    def _room(self, device: torch.device, beside: int = 0) -> int:
+        """Bytes that weights on ``device`` may still take if ``beside`` of the pool go to something else."""
+        return max(0, min(self._limits(device, beside).values()))
 
-    def _limits(self, device: torch.device) -> dict[str, int]:
+    def _limits(self, device: torch.device, beside: int = 0) -> dict[str, int]:
         """What there is room for by each bound, under the words that say how to move it.
 
         What other fills have reserved counts as taken from the pool until they end: their pages come one by one.
         """
         pool = [e for e in self._entries.values() if e.resource.device == device]
-        free = devices.pool_status(device, self.pretended_total).available - sum(e.reserved for e in pool)
+        free = devices.pool_status(device, self.pretended_total).available - sum(e.reserved for e in pool) - beside
         limits = {"close other programs or use smaller files.": free}
         if self.budget is not None:
             alive = {r.identity: r.live_bytes() for r in list(self._known.values()) if r.device == device}  # strays as well
@@ -434,8 +599,7 @@ class Store:
             devices.collect_and_trim()
             left = resource.live_bytes()
         self._forget(entry)
-        for observer in self.on_change:
-            observer(resource, False)
+        self._tell(entry, False)
         self.ledger.record("release", resource.name, nbytes - left, reason)
         log.info("%s: released %s (%s)", resource.name, shown_bytes(nbytes - left), reason)
         if left:

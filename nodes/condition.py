@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..h3 import activations
 from ..h3.conditioning import present, text_to_video
 from ..memory.component import Component
 from ..memory.handle import Handle
@@ -43,11 +44,13 @@ class LazyH3EncodePrompt:
 
     @classmethod
     def demand(cls, inputs: Mapping[str, Any], sizes: GraphSizes, component: Component) -> Demand:
-        """One pass of the language model. Activations: the residual stream, and a layer's widest step."""
-        config, rows = component.module.config, sizes.tokens(inputs.get("prompt"))
-        attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-        values = rows * (4 * config.hidden_size + max(3 * config.intermediate_size, 2 * attention))
-        return Demand(frozenset({"language"}), activation_bytes=values * component.compute.itemsize)
+        """One pass of the language model."""
+        config, rows, itemsize = component.module.config, sizes.tokens(inputs.get("prompt")), component.compute.itemsize
+        return Demand(
+            frozenset({"language"}),
+            activation_bytes=activations.text_encoding(config, rows, itemsize),
+            output_bytes=rows * config.hidden_size * itemsize,
+        )
 
     async def encode(self, text_encoder: Handle, prompt: str) -> tuple[list[Any]]:
         """[[states [1, L, width], {"minimax_token_tags": [L]}]] on the CPU. Raises ValueError for what is no text."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from ..h3 import activations
 from ..h3.audio_vae import normalise_loudness
-from ..h3.config import AudioVAEConfig
+from ..h3.config import STEREO, VideoVAEConfig
 from ..h3.windows import decode_plan
 from ..memory.component import Component
 from ..memory.handle import Handle
-from .demand import Demand, GraphSizes
+from .demand import FP32, Demand, GraphSizes
 from .load import CATEGORY, of_kind
 from .runtime import runtime
 
@@ -51,18 +51,17 @@ class LazyH3DecodeVideo:
 
     @classmethod
     def demand(cls, inputs: Mapping[str, Any], sizes: GraphSizes, component: Component) -> Demand:
-        """The decoder runs once a tile of each window. Activations: one such call, the canvas of a window, all frames."""
+        """The decoder runs once a tile of each window; all frames stay."""
         config, size = component.module.config, sizes.latent(inputs.get("latent"))
-        pixels = size.height * size.width * config.spatial_ratio**2
         plan = decode_plan(size.frames, config)
-        tile = min(config.tile_size // config.spatial_ratio, size.height) * min(
-            config.tile_size // config.spatial_ratio, size.width
+        frame = size.height * size.width * config.spatial_ratio**2 * config.in_channels
+        return Demand(
+            frozenset({"decoder"}),
+            plan.num_windows,
+            activation_bytes=activations.video_decoding(config, size, component.compute.itemsize),
+            output_bytes=FP32 * plan.num_frames * frame,
+            may_stream=False,
         )
-        tokens = config.window_length * tile
-        call = tokens * config.decoder_width * (6 + 4 * config.decoder_ffn_mult)
-        canvas = 2 * config.window_length * config.temporal_ratio * 3 * pixels
-        frames = plan.num_frames * 3 * pixels
-        return Demand(frozenset({"decoder"}), plan.num_windows, (), 4 * (call + canvas + frames), may_stream=False)
 
     async def decode(
         self, video_vae: Handle, latent: dict[str, Any], tile_blending: str = "raw", single_frame: str = "padded"
@@ -75,7 +74,8 @@ class LazyH3DecodeVideo:
         report = shared.progress(1)
         with video_vae.use("decoder", node=shared.host.executing()) as model, torch.inference_mode():
             chunks = model.decode_stream(video, rule=tile_blending, single_frame=single_frame, on_window=report)
-            frames = _joined(chunks, decode_plan(video.shape[2], model.config).num_frames)
+            frames = torch.empty(_frames_shape(video, model.config))
+            _fill(frames, chunks)
         return (frames,)
 
 
@@ -108,10 +108,14 @@ class LazyH3DecodeAudio:
 
     @classmethod
     def demand(cls, inputs: Mapping[str, Any], sizes: GraphSizes, component: Component) -> Demand:
-        """One pass. Activations as reserved for this decoder elsewhere (VAE spec, section 2.3)."""
-        samples = sizes.latent(inputs.get("latent")).audio * component.module.config.hop_length
-        width = component.module.config.decoder_dim / AudioVAEConfig.decoder_dim
-        return Demand(frozenset({"decoder"}), activation_bytes=round(4 * 220 * samples * width), may_stream=False)
+        """One pass; the sound stays."""
+        config, num_latents = component.module.config, sizes.latent(inputs.get("latent")).audio
+        return Demand(
+            frozenset({"decoder"}),
+            activation_bytes=activations.audio_decoding(config, num_latents),
+            output_bytes=FP32 * STEREO * num_latents * config.hop_length,
+            may_stream=False,
+        )
 
     async def decode(self, audio_vae: Handle, latent: dict[str, Any], limit_loudness: bool = False) -> tuple[dict[str, Any]]:
         """{"waveform": [1, 2, samples] fp32 on the CPU, "sample_rate": Hz}."""
@@ -127,15 +131,18 @@ class LazyH3DecodeAudio:
         return ({"waveform": waveform, "sample_rate": audio_vae.config.sampling_rate},)
 
 
-def _joined(chunks: Iterator[torch.Tensor], num_frames: int) -> torch.Tensor:
-    """The chunks in one tensor on the CPU, never held twice."""
-    first = next(chunks)
-    frames = torch.empty(num_frames, *first.shape[1:])
+def _frames_shape(latent: torch.Tensor, config: VideoVAEConfig) -> tuple[int, ...]:
+    height, width = (side * config.spatial_ratio for side in latent.shape[3:])
+    return decode_plan(latent.shape[2], config).num_frames, height, width, config.in_channels
+
+
+def _fill(frames: torch.Tensor, chunks: Iterator[torch.Tensor]) -> None:
+    """Copy the chunks into the frames, one after the other."""
     done = 0
-    for chunk in itertools.chain([first], chunks):
+    for chunk in chunks:
         frames[done : done + len(chunk)] = chunk
         done += len(chunk)
-    return frames
+        del chunk  # or it would outlive the decoding of the next one
 
 
 def _stream(latent: dict[str, Any], index: int) -> torch.Tensor:

@@ -14,17 +14,22 @@ DEFAULT_SIZE = LatentSize.of_clip(124, 768, 1344)
 TOKENS_WITHOUT_PROMPT = 1024
 BYTES_PER_TOKEN = 3  # of UTF-8 text, on the low side
 CORE_EMPTY_LATENT = "EmptyMiniMaxH3LatentAV"
+FP32 = 4  # bytes of a number in what travels on wires
 LATENT_INPUTS = ("latent", "samples", "latent_image", "av_latent")
 
 
 @dataclass(frozen=True)
 class Demand:
-    """One heavy node's use of one component. ``may_stream``: whether reading blocks again for each pass can pay."""
+    """One heavy node's use of one component. ``may_stream``: whether reading blocks again for each pass can pay.
+
+    ``activation_bytes``: what the work takes beside the weights; ``output_bytes``: the results, which the host keeps in RAM.
+    """
 
     parts: frozenset[str]
     num_passes: int = 1
     points: tuple[float, ...] = ()
     activation_bytes: int = 0
+    output_bytes: int = 0
     may_stream: bool = True
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..host.interface import Host
 from ..host.prompt import declared_class, loaded_resources
 from ..memory.component import Component
+from ..memory.device import heap_slack, is_unified
 from ..memory.graph import Key, Node, trails
 from ..memory.plan import Item, Plan, Policy, Stage, Use, make_plan
 from ..memory.resource import Cost, Mode
@@ -52,7 +53,7 @@ def planned(
         cls: Any = classes[nodes[node].class_type]
         used = [key for key in needs[node] if key in components and components[key].kind == cls.USES]
         demands[node] = {key: cls.demand(valid[node].inputs, sizes, components[key]) for key in used}
-    stages = [_stage(node, asked, options) for node, asked in demands.items() if asked]
+    stages = _stages(demands, components, options)
     plan = make_plan(
         stages, _items(demands, components, options), room=options.room, budget=options.budget, policy=options.policy,
         streams_single_passes=options.may_stream,
@@ -60,9 +61,20 @@ def planned(
     return plan if not sizes.guesses else plan.warned(sizes.guesses)
 
 
-def _stage(node: str, asked: Mapping[Key, Demand], options: PlanOptions) -> Stage:
-    uses = tuple(Use(key, demand.num_passes, demand.may_stream and options.may_stream) for key, demand in asked.items())
-    return Stage(node, uses, max(demand.activation_bytes for demand in asked.values()))
+def _stages(
+    demands: Mapping[str, Mapping[Key, Demand]], components: Mapping[Key, Component], options: PlanOptions
+) -> list[Stage]:
+    """One for each node that asks for something. What the RAM holds takes room for weights only where they are in it, too."""
+    stages, results = [], 0
+    for node, asked in demands.items():
+        if asked:
+            uses = tuple(Use(key, demand.num_passes, demand.may_stream and options.may_stream) for key, demand in asked.items())
+            activations = max(demand.activation_bytes for demand in asked.values())
+            if any(is_unified(components[key].device) for key in asked):
+                results += max(demand.output_bytes for demand in asked.values())
+                activations += heap_slack(activations)
+            stages.append(Stage(node, uses, activations, results))
+    return stages
 
 
 def _items(demands: Mapping[str, Mapping[Key, Demand]], components: Mapping[Key, Component], options: PlanOptions) -> list[Item]:
@@ -76,12 +88,12 @@ def _items(demands: Mapping[str, Mapping[Key, Demand]], components: Mapping[Key,
         component = components[key]
         parts = frozenset().union(*(demand.parts for demand in wanted)) & component.parts
         points = tuple(sorted({point for demand in wanted for point in demand.points})) if options.may_fold else ()
-        items.append(Item(key, component.name, _costs(component, parts, points), component.nbytes(), points))
+        items.append(_item(key, component, parts, points))
     return items
 
 
-def _costs(component: Component, parts: frozenset[str], points: tuple[float, ...]) -> Mapping[Mode, Cost]:
+def _item(key: Key, component: Component, parts: frozenset[str], points: tuple[float, ...]) -> Item:
     """What is resident already stays as it is."""
-    if parts <= component.resident_parts() and component.is_ready_for(points):
-        return {"whole": Cost(component.live_bytes())}
-    return component.costs(parts, points)
+    is_resident = parts <= component.resident_parts() and component.is_ready_for(points)
+    costs: Mapping[Mode, Cost] = {"whole": Cost(component.live_bytes())} if is_resident else component.costs(parts, points)
+    return Item(key, component.name, costs, component.nbytes(), points, parts, is_resident)

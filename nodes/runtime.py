@@ -24,8 +24,10 @@ from ..memory.plan import Plan
 from ..memory.resource import Resource
 from ..memory.store import Store
 from ..memory.units import parsed_bytes, shown_bytes
+from ..memory.watch import FloorWatch
 from .catalogue import Catalogue
 from .policy import POLICIES, Policy, PromptPolicy, asked_for
+from .prefetch import Prefetcher
 from .session_plan import SessionPlanner
 
 log = logging.getLogger("lazy_h3")
@@ -37,8 +39,8 @@ class Runtime:
     """One host's components. ``policy``: what happens to a component after its last user (design: budget and policies).
 
     A policy node in the running prompt takes its place. ``take_turns``: whether heavy nodes of one prompt wait for each other, so
-    that branches share one load of each model. ``may_stream`` and ``may_fold``: what plans may choose. ``feed`` tells the front
-    end what the ledger records.
+    that branches share one load of each model. ``may_stream``, ``may_fold`` and ``may_prefetch``: what plans may choose.
+    ``feed`` tells the front end what the ledger records.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Runtime:
         take_turns: bool = True,
         may_stream: bool = True,
         may_fold: bool = True,
+        may_prefetch: bool = True,
     ) -> None:
         self.host = host
         self.store = store or Store()
@@ -59,10 +62,12 @@ class Runtime:
         self.attachment = Attachment(host, self.store, self._keeps, take_turns)
         self.feed = EventFeed(host.send, lambda: self.attachment.prompt_id)
         self.store.on_fill.append(_FillProgress(host))
+        self.watch = FloorWatch(self.store)
         self.store.ledger.observers.append(self.feed)
         self._prompt_policy = PromptPolicy()
         self._planner = SessionPlanner(self, may_stream, may_fold)
         self.store.decide = self._planner.decide
+        self._prefetcher = Prefetcher(self, self._planner) if may_prefetch else None
 
     def handle(self, component: Component) -> Handle:
         """The handle that goes on a wire."""
@@ -72,8 +77,14 @@ class Runtime:
         return self.host.device()
 
     def progress(self, total: int) -> Progress:
-        """Progress of the executing node; raises the host's interrupt."""
-        return self.host.progress(total)
+        """Progress of the executing node; raises the host's interrupt, and MemoryShort."""
+        report = self.host.progress(total)
+
+        def checked(done: int, total: int) -> None:
+            self.watch.check()
+            report(done, total)
+
+        return checked
 
     def plan(self) -> Plan | None:
         """The plan of the running prompt, else of the last one."""
@@ -115,7 +126,7 @@ class _FillProgress:
         if self._host.executing() is not None:
             self._host.progress(total)(done, total)
         now = time.monotonic()
-        if now >= self._next_log:
+        if done and now >= self._next_log:
             self._next_log = now + LOG_SECONDS
             log.info("%s: %s of %s", resource.name, shown_bytes(done), shown_bytes(total))
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..h3 import geometry, sampling
+from ..h3 import activations, geometry, sampling
 from ..h3.config import FPS, STEREO, DiTConfig
 from ..memory.component import Component
 from ..memory.device import pool_status
 from ..memory.handle import Handle
 from ..memory.units import shown_bytes
-from .demand import Demand, GraphSizes
+from .demand import FP32, Demand, GraphSizes
 from .load import CATEGORY, of_kind
 from .runtime import runtime
 
@@ -139,12 +139,16 @@ class LazyH3Sampler:
 
     @classmethod
     def demand(cls, inputs: Mapping[str, Any], sizes: GraphSizes, component: Component) -> Demand:
-        """As many passes as steps, at the clean-times of the schedule. Activations: rows, and a block's widest step."""
+        """As many passes as steps, at the clean-times of the schedule."""
         config, size = component.module.config, sizes.latent(inputs.get("latent"))
-        rows = sizes.tokens(inputs.get("positive")) + size.frames * size.padded.tokens_per_frame + STEREO * size.audio
-        values = rows * (4 * config.hidden_size + max(6 * config.inner_dim, 4 * config.ffn_dim))
         plan = _schedule(**{name: inputs[name] for name in SCHEDULE_INPUTS if name in inputs})
-        return Demand(component.parts, plan.num_steps, _clean_times(plan), values * component.compute.itemsize)
+        return Demand(
+            component.parts,
+            plan.num_steps,
+            _clean_times(plan),
+            activations.sampling(config, sizes.tokens(inputs.get("positive")), size, component.compute.itemsize),
+            _latent_bytes(config, size),
+        )
 
     async def sample(
         self,
@@ -192,6 +196,12 @@ def _schedule(
 ) -> sampling.Schedule:
     """The last ``steps`` of as many more as ``denoise`` leaves out."""
     return SCHEDULES[schedule](max(steps, round(steps / denoise)), video_shift, audio_shift, last=steps)
+
+
+def _latent_bytes(config: DiTConfig, size: geometry.LatentSize) -> int:
+    """Both streams."""
+    video = config.in_channels * size.frames * size.height * size.width
+    return FP32 * (video + config.audio_in_channels * STEREO * size.audio)
 
 
 def _warn_unless_finite(result: sampling.Latents, dit: Handle) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..memory.component import Component
 from ..memory.graph import Key, Node
-from ..memory.plan import Plan, Policy
+from ..memory.plan import Choice, Plan, Policy, Stage
 from ..memory.resource import Hints, Parts, Resource
 from ..memory.store import Decision, MemoryRefused
 from .planning import PlanOptions, planned
@@ -54,6 +54,15 @@ class SessionPlanner:
             raise MemoryRefused(refusal.name, refusal.need_bytes, refusal.have_bytes, "", message=refusal.message)
         choice = plan.choice(resource.identity)
         return None if choice is None else Decision(choice.mode, choice.grant, choice.item.points)
+
+    def ahead(self, node: str) -> list[tuple[Choice, Stage]]:
+        """What may be read while a node computes, with that node's stage: only what is certain to be used."""
+        session, plan = self._shared.attachment.session, self.plan()
+        number = None if plan is None else next((n for n, stage in enumerate(plan.stages) if stage.node == node), None)
+        if session is None or plan is None or number is None:
+            return []
+        coming = [choice for choice in plan.choices if choice.begin <= number < choice.first]
+        return [(c, plan.stages[number]) for c in coming if session.prompt.will_run(plan.stages[c.first].node)]
 
     def why_kept(self, resource: Resource) -> str | None:
         """Why the plan keeps a resource for the next prompt; None where it goes."""

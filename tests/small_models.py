@@ -8,7 +8,7 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -48,11 +48,21 @@ def tiny_folder_models() -> Path:
     return _made("folder")
 
 
+class Reads(list[int]):
+    """Bytes of every read of weights. ``before_each`` comes first, on the reader's thread."""
+
+    before_each: Callable[[int], object] = staticmethod(int)
+
+    def note(self, nbytes: int) -> None:
+        self.before_each(nbytes)
+        self.append(nbytes)
+
+
 @functools.cache
-def shared_catalogue() -> tuple[Catalogue, list[int]]:
+def shared_catalogue() -> tuple[Catalogue, Reads]:
     """One for all hosts, which come one after the other, and the bytes of what its reader reads: skeletons take time."""
-    reads: list[int] = []
-    return Catalogue(Reader(before_chunk=reads.append)), reads
+    reads = Reads()
+    return Catalogue(Reader(before_chunk=reads.note)), reads
 
 
 def copied_models(target: Path, source: Path | None = None) -> Path:
@@ -99,7 +109,7 @@ class Stage:
 
     host: EmbeddedHost
     runtime: Runtime
-    reads: list[int]  # bytes of every read of weights
+    reads: Reads
     kept: dict[str, Any] = field(default_factory=dict)  # what the nodes "Keep" were given, by node
 
     @property
@@ -136,12 +146,13 @@ def stage(
     policy: Policy = "free",
     budget: int | None = None,
     may_plan: bool = False,
+    may_prefetch: bool | None = None,
     classes: Mapping[str, type] | None = None,
     **options: Any,
 ) -> Iterator[Stage]:
     """A stage with these model folders (default: the tiny model's); ``options`` are those of the embedded host.
 
-    Components are held whole and as they are stored unless plans may choose (``may_plan``).
+    Components are held whole and as they are stored, and read when they are needed, unless plans may choose (``may_plan``).
     """
     folders = {"output_directory": out, "input_directory": out / "input", "models": models or [tiny_models()]}
     catalogue, reads = shared_catalogue()
@@ -151,7 +162,8 @@ def stage(
     classes = {**NODE_CLASS_MAPPINGS, "Keep": keeper(kept), **(classes or {})}
     with EmbeddedHost(classes, **{"seed": 0, **folders, **options}) as host, ExitStack() as closing:
         store = Store(budget=budget)
-        runtime = Runtime(EmbeddedPort(host, CPU), store, catalogue, policy, may_stream=may_plan, may_fold=may_plan)
+        plans = {"may_stream": may_plan, "may_fold": may_plan, "may_prefetch": may_plan if may_prefetch is None else may_prefetch}
+        runtime = Runtime(EmbeddedPort(host, CPU), store, catalogue, policy, **plans)
         closing.enter_context(installed(runtime))
         yield Stage(host, runtime, reads, kept)
 

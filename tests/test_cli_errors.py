@@ -303,12 +303,12 @@ def test_debug_shows_the_traceback(place):
         cli.main([*place, "nothing.json"])
 
 
-def test_an_interrupt_by_the_user_is_one_line_and_exit_code_1(lazy_h3, monkeypatch):
+def test_an_interrupt_by_the_user_is_one_line_and_exit_code_130(lazy_h3, monkeypatch):
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lazy_h3.commands.inspect_path.inspect_path", interrupted)
-    assert_one_line(lazy_h3("inspect", "x"), "interrupted", code=1)
+    assert_one_line(lazy_h3("inspect", "x"), "interrupted", code=130)
 
 
 def test_help_is_no_error(lazy_h3):

@@ -108,6 +108,6 @@ def test_people_get_a_table_with_the_peak_beside_the_sum(capsys, tmp_path):
     assert code == 0
     assert sum("loaded 1x in" in line and "released after node" in line for line in lines) == len(KINDS)
     report = json.loads((tmp_path / "report.json").read_text())
-    assert any(line.startswith("sum of all") for line in lines)
+    assert any(line.startswith("sum of what was held") for line in lines)
     assert any(line.startswith("peak resident weights") for line in lines)
     assert lines[-1] == f"video: {report['outputs'][0]['path']}"

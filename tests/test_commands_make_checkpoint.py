@@ -10,7 +10,7 @@ import torch
 from lazy_h3 import cli
 from lazy_h3.commands import make_checkpoint as maker
 from lazy_h3.commands.make_checkpoint import FOLDER, FOLDER_FILES, SINGLE_FILES, make_checkpoint, random_weight
-from lazy_h3.commands.presets import REAL_BYTES, ModelPreset, num_bytes, replica, tiny
+from lazy_h3.commands.presets import PUBLISHED, SHRINKING, ModelPreset, num_bytes, replica, tiny
 from lazy_h3.commands.tiny_tokenizer import SPECIAL_TOKENS
 from lazy_h3.h3.conditioning import present, text_to_video
 from lazy_h3.h3.config import AudioVAEConfig, DiTConfig, TextEncoderConfig, VideoVAEConfig
@@ -23,6 +23,7 @@ from small_models import tiny_folder_models, tiny_models, write_header
 
 KINDS = tuple(SINGLE_FILES)
 SCALE = 100
+COARSE = {"vision": 0.4, "audio_vae": 0.15}  # of which the smallest step in width is large
 LAYOUTS = {"single-file": "comfy", "folder": "huggingface"}
 MODELS = {"single-file": tiny_models, "folder": tiny_folder_models}
 
@@ -136,20 +137,32 @@ def bytes_of(tokenizer, ids: list[int]) -> bytes:
 
 
 @functools.cache
-def small_replica() -> ModelPreset:
-    return replica(SCALE)
+def small_replica(name: str = "minimax-h3") -> ModelPreset:
+    return replica(SCALE, name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_replica_keeps_the_proportions_of_the_real_model(kind):
-    size = num_bytes(kind, getattr(small_replica(), kind))
-    assert size == pytest.approx(REAL_BYTES[kind] / SCALE, rel=0.1)
+def sizes(preset: ModelPreset) -> dict[str, int]:
+    return {kind: num_bytes(kind, config) for kind, config in preset.components().items()}
 
 
-def test_a_replica_has_the_bytes_of_the_real_model_over_its_scale_and_all_its_layers():
+@pytest.mark.parametrize("name", ["minimax-h3", "minimax-h3-r16"])
+def test_a_replica_keeps_the_proportions_of_the_published_model(name):
+    small, real = small_replica(name), PUBLISHED[name]
+    for kind, part, _ in SHRINKING:
+        size, published = (num_bytes(kind, getattr(preset, kind), part) for preset in (small, real))
+        assert size == pytest.approx(published / SCALE, rel=COARSE.get(part or kind, 0.05))
+    assert sum(sizes(small).values()) == pytest.approx(sum(sizes(real).values()) / SCALE, rel=0.02)
+
+
+def test_a_thirteenth_of_the_rank_form_does_not_hold_the_decoder_of_the_video_vae_and_an_eighth_does():
+    for scale in (32, SCALE):
+        small = replica(scale, "minimax-h3-r16")
+        decoder, total = num_bytes("video_vae", small.video_vae, "decoder"), sum(sizes(small).values())
+        assert total / 13 < decoder < total / 8
+
+
+def test_a_replica_has_all_layers():
     small = small_replica()
-    total = sum(num_bytes(kind, config) for kind, config in small.components().items())
-    assert total == pytest.approx(sum(REAL_BYTES.values()) / SCALE, rel=0.02)
     assert small.text_encoder.num_hidden_layers == TextEncoderConfig().num_hidden_layers == 50
     assert small.text_encoder.vision.depth == TextEncoderConfig().vision.depth
     assert (
@@ -177,8 +190,15 @@ def test_a_replica_is_recognised_with_the_configuration_of_the_preset(tmp_path, 
 
 
 def test_a_scale_that_no_width_reaches_is_refused_with_numbers():
-    with pytest.raises(ValueError, match=r"--scale 100000 asks for a text_encoder of 0\.5 MiB, less than its layers take"):
+    with pytest.raises(
+        ValueError, match=r"--scale 100000 asks for a text_encoder \(language\) of 0\.5 MiB, less than its layers take"
+    ):
         replica(100_000)
+
+
+def test_an_unknown_model_is_refused_with_the_names_there_are():
+    with pytest.raises(ValueError, match="--model h4: is no published model; choose one of minimax-h3, minimax-h3-r16"):
+        replica(SCALE, "h4")
 
 
 def test_the_command_lists_what_it_wrote(tmp_path, capsys):

@@ -27,6 +27,7 @@ REPORT_FIELDS = {
     "largest_bytes": int,
     "peak_resident_bytes": int,
     "predicted_peak_bytes": (int, type(None)),
+    "predicted_growth_bytes": (int, type(None)),
     "budget_bytes": type(None),
     "rss_before_bytes": int,
     "rss_peak_bytes": int,

@@ -43,7 +43,7 @@ def test_a_name_with_a_colon_is_no_drive(folders):
 def test_a_name_that_is_nowhere_is_refused_with_the_places(folders):
     with pytest.raises(ValueError, match=r"nothing\.sft is not in .*first, .*second; put the file there"):
         inside(folders, "nothing.sft")
-    with pytest.raises(ValueError, match="is not in no folder at all"):
+    with pytest.raises(ValueError, match="for want of a folder with models; name it with --models"):
         inside([], "nothing.sft")
 
 

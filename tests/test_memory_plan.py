@@ -424,3 +424,77 @@ def test_a_cost_with_blocks_held():
     assert [cost.holding(n).read_bytes(4) for n in (0, 3, 10)] == [210, 165, 60]
     assert Cost(7, 1).granted(100) == Cost(7, 1, read=7)
     assert Cost(7).read_bytes(5) == 7
+
+
+# Reading ahead.
+
+
+def totals_with_reads_ahead(case: Case, choices: Sequence[Choice]) -> list[int]:
+    """Bytes at each stage; what is read ahead may be read from its first moment until its user has it."""
+    sums = []
+    for number in range(len(case.stages)):
+        begins = [choice.first if choice.prefetch_at is None else choice.prefetch_at for choice in choices]
+        pairs = list(zip(choices, begins, strict=True))
+        resident = sum(c.resident_bytes for c, begin in pairs if c.is_kept or begin <= number <= c.last)
+        in_turn = [c.transient_bytes for c in choices if c.prefetch_at is None and c.first == number]
+        ahead = [c.transient_bytes for c, begin in pairs if begin < c.first and begin <= number <= c.first]
+        sums.append(resident + max(in_turn, default=0) + sum(ahead))
+    return sums
+
+
+def growth(case: Case, totals: Sequence[int]) -> list[int]:
+    return [total + stage.activation_bytes + stage.result_bytes for total, stage in zip(totals, case.stages, strict=True)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reading_ahead_raises_no_peak_and_breaks_no_limit(seed, policy):
+    num_ahead = 0
+    for case in cases(seed):
+        for streams_once in (True, False):
+            plan = case.plan(policy, streams_single_passes=streams_once)
+            if plan.refusal is None and plan.choices:
+                before, totals = case.totals_of(plan.choices), totals_with_reads_ahead(case, plan.choices)
+                assert max(totals) == plan.peak_bytes == max(before), (case, plan)
+                assert max(growth(case, totals)) == plan.peak_growth_bytes == max(growth(case, before)), (case, plan)
+                assert case.fits(totals), (case, plan)
+                num_ahead += sum(choice.prefetch_at is not None for choice in plan.choices)
+    assert num_ahead
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_only_what_is_next_absent_and_whole_is_read_ahead(seed):
+    chance = random.Random(seed)
+    for case in cases(seed):
+        marked = tuple(replace(it, is_resident=chance.random() < 0.3) for it in case.items)
+        plan = replace(case, items=marked).plan(chance.choice(POLICIES))
+        for choice in (choice for choice in plan.choices if choice.prefetch_at is not None):
+            assert choice.mode == "whole"
+            assert not choice.item.is_resident
+            assert choice.prefetch_at < choice.first
+            assert not [c for c in plan.choices if choice.prefetch_at < c.first < choice.first], (case, plan)
+            assert [c for c in plan.choices if c.first <= choice.prefetch_at], "during a stage that reads something itself"
+
+
+def test_the_next_is_read_ahead_while_a_smaller_one_computes_and_no_sooner():
+    items = [item("te", 30), item("dit", 40), item("vae", 60)]
+    stages = [Stage(key, (Use(key),)) for key in ("te", "dit", "dit", "vae")]
+    plan = make_plan(stages, items, policy="free", streams_single_passes=False)
+    assert {c.item.key: c.prefetch_at for c in plan.choices} == {"te": None, "dit": None, "vae": None}
+    plan = make_plan([*stages, Stage("all", (Use("vae"), Use("big")))], [*items, item("big", 40)], policy="free")
+    assert {c.item.key: c.prefetch_at for c in plan.choices} == {"te": None, "dit": 0, "vae": 1, "big": 3}
+
+
+def test_activations_leave_no_room_to_read_ahead():
+    items = [item("te", 30), item("dit", 40), item("vae", 100)]
+    for activation, begin in ((30, 0), (31, None)):
+        stages = [Stage("te", (Use("te"),), activation), Stage("dit", (Use("dit"),)), Stage("vae", (Use("vae"),))]
+        assert make_plan(stages, items, policy="free").choice("dit").prefetch_at == begin
+
+
+def test_two_that_are_read_ahead_together_need_what_both_take_while_they_are_filled():
+    items = [item("te", 10), item("one", 20, transient=5), item("two", 20, transient=5), item("big", 60)]
+    stages = [Stage("te", (Use("te"),)), Stage("both", (Use("one"), Use("two"))), Stage("big", (Use("big"),))]
+    for largest, num_ahead in ((60, 2), (59, 1)):
+        plan = make_plan(stages, [*items[:3], item("big", largest)], policy="free")
+        assert sum(plan.choice(key).prefetch_at == 0 for key in ("one", "two")) == num_ahead

@@ -660,6 +660,7 @@ def test_events_ask_nothing_while_nothing_is_resident(stage):
     script = long_script(stage, 2000)
     session = Session(script, stage.store)
     session.begin()
+    session.started(next(iter(script.nodes)))
     asked = script.num_may_run
     for node in list(script.nodes):
         session.started(node)

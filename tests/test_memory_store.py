@@ -184,6 +184,26 @@ def test_an_abandoned_pin_that_ends_late_does_not_unpin_others(store, make):
         assert store.live_bytes() == CODEC_BYTES
 
 
+def test_a_user_whose_pin_is_taken_away_before_it_reads_leaves_nobody_waiting(store, make):
+    """A thread that outlives its prompt went on with a forgotten entry, and the one in the table was being filled for ever."""
+    resource = make("x")
+
+    def take(asking: Resource, nbytes: int) -> None:
+        store.before_fill.remove(take)
+        store.unpin_node("prompt")
+
+    def use() -> None:
+        with store.use(resource):
+            assert resource.resident_parts() == resource.parts
+
+    store.before_fill.append(take)
+    with store.use(resource, owner=("node", "prompt", "7")), running(use):
+        pass
+    store.release(resource, "the end")
+    assert store.live_bytes() == 0
+    assert store.resident() == []
+
+
 def test_equal_identities_are_one_resource(store, tmp_path):
     first = store.add(codec(tmp_path / "x.safetensors"))
     second = codec(tmp_path / "x.safetensors")
