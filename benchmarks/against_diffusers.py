@@ -171,14 +171,14 @@ def prompt(dtype: str) -> dict[str, Any]:
 
 
 def phase_seconds(nodes: Mapping[str, float], events: Iterable[Event]) -> dict[str, float]:
-    """Seconds of loading, and of the nodes without it. What is read while blocks compute counts as computing."""
+    """Seconds of loading, and of the nodes without it. What is read while a node computes counts as computing."""
     loads = dict.fromkeys(nodes, 0.0)
-    began = 0.0
+    began: dict[str, float] = {}  # component -> when a node that waits for it had it read
     for event in events:
-        if event.event == "load_begin":
-            began = event.t
-        elif event.event == "load_end" and event.node is not None:
-            loads[event.node] += event.t - began
+        if event.event == "load_begin" and not event.reason.startswith("ahead"):
+            began[event.component] = event.t
+        elif event.event == "load_end" and event.node is not None and event.component in began:
+            loads[event.node] += event.t - began.pop(event.component)
     computing = {phase: sum(nodes[n] - loads[n] for n in users) for phase, users in PHASES.items()}
     return {"load": sum(loads.values()), **computing}
 

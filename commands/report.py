@@ -169,7 +169,7 @@ def _components(events: list[Event], kinds: dict[str, str]) -> list[dict[str, An
     modes: dict[str, str] = {}
     for event in events:
         if event.event == "load_begin":
-            modes[event.component] = "streamed" if event.reason.endswith("streamed") else "whole"
+            modes[event.component] = "streamed" if event.reason.partition(":")[0].endswith("streamed") else "whole"
         elif event.event == "load_end":
             resident[event.component] += event.bytes
             sizes[event.component] = max(sizes[event.component], resident[event.component])

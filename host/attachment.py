@@ -10,6 +10,7 @@ import asyncio
 import contextvars
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from ..memory.session import Keeps, Session
@@ -31,6 +32,7 @@ class Attachment:
         self.store = store
         self.keeps = keeps
         self.take_turns = take_turns
+        self.predicted_peak: Callable[[], int | None] = lambda: None  # bytes of weights, as planned for the prompt
         self.session: Session | None = None
         self._prompt: RunningPrompt | None = None
         self._finishing: str | None = None
@@ -97,7 +99,7 @@ class Attachment:
 
     def _sum_up(self) -> None:
         try:
-            log.info("%s", summary_line(self.store.ledger.page()))
+            log.info("%s", summary_line(self.store.ledger.page(), self.predicted_peak()))
         except Exception:  # a host's reset() may have called, and would die of it
             log.exception("Lazy H3: the summary of the prompt could not be made.")
 

@@ -70,14 +70,19 @@ def prompt_table(page: Page) -> str:
     return "\n".join(rows)
 
 
-def summary_line(page: Page) -> str:
-    """A prompt in one line: its peak, what was freed where, and what was read more than once."""
+def summary_line(page: Page, predicted_bytes: int | None = None) -> str:
+    """A prompt in one line: its peak beside the plan's, what was freed where, and what was read more than once."""
     known = accounts(page)
     title = f"Lazy H3, prompt {page.prompt_id}"
     if not known:
         return f"{title}: no component was in memory."
     freed = "; ".join(f"{account.name} {fate(account)}" for account in known)
-    return f"{title}: peak {shown_bytes(page.peak_bytes)}; {freed}; {_loads(known)}."
+    plan = "" if predicted_bytes is None else f" ({_error(page.peak_bytes, predicted_bytes)} the plan)"
+    return f"{title}: peak {shown_bytes(page.peak_bytes)}{plan}; {freed}; {_loads(known)}."
+
+
+def _error(measured: int, predicted: int) -> str:
+    return "as in" if measured == predicted else f"{100 * (measured / predicted - 1):+.1f} % from" if predicted else "not in"
 
 
 def fate(account: Account) -> str:

@@ -35,11 +35,12 @@ WAIT_SECONDS = 0.1
 
 
 class Decision(NamedTuple):
-    """How to hold a resource: the bytes it may take in streamed mode, and the points its foldable sub-modules are folded for."""
+    """How to hold a resource, and why: the bytes it may take in streamed mode, the points its sub-modules are folded for."""
 
     mode: Mode
     grant: int | None = None
     points: tuple[float, ...] = ()
+    reason: str = ""
 
 
 class Unwanted(Exception):
@@ -384,12 +385,12 @@ class Store:
         missing = parts - resource.resident_parts()
         if not missing:
             return None
-        mode, grant, points = self._decided(resource, missing, hints)
+        mode, grant, points, reason = self._decided(resource, missing, hints)
         cost = resource.costs(missing, points)[mode].granted(grant)
         report = partial(self._report_progress, resource)
         request = FillRequest(missing, mode, grant, hints.num_passes, points=points, on_bytes=report)
-        what = ", ".join(sorted(missing)) if missing != resource.parts else ""
-        return _Step(cost, what if mode == "whole" else f"{what} {mode}".strip(), partial(resource.fill, request))
+        what = f"{', '.join(sorted(missing))} {mode}" if missing != resource.parts else mode
+        return _Step(cost, f"{what}: {reason}" if reason else what, partial(resource.fill, request))
 
     def _reserve_ahead(self, entry: _Entry, beside: int) -> bool:
         """Enter the resource into the table if there is room for it, and neither it nor a sibling is there."""
@@ -461,7 +462,7 @@ class Store:
         whole, streamed = costs["whole"], costs.get("streamed")
         if streamed is None or whole.resident + whole.transient <= room:
             return Decision("whole", points=hints.points)
-        return Decision("streamed", room - streamed.transient, hints.points)
+        return Decision("streamed", room - streamed.transient, hints.points, "it does not fit whole")
 
     def _report_progress(self, resource: Resource, done: int, total: int) -> None:
         self.ledger.sample()

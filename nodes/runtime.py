@@ -67,6 +67,7 @@ class Runtime:
         self._prompt_policy = PromptPolicy()
         self._planner = SessionPlanner(self, may_stream, may_fold)
         self.store.decide = self._planner.decide
+        self.attachment.predicted_peak = self._planner.predicted_peak
         self._prefetcher = Prefetcher(self, self._planner) if may_prefetch else None
 
     def handle(self, component: Component) -> Handle:

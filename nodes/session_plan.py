@@ -53,7 +53,7 @@ class SessionPlanner:
             refusal = plan.refusal
             raise MemoryRefused(refusal.name, refusal.need_bytes, refusal.have_bytes, "", message=refusal.message)
         choice = plan.choice(resource.identity)
-        return None if choice is None else Decision(choice.mode, choice.grant, choice.item.points)
+        return None if choice is None else Decision(choice.mode, choice.grant, choice.item.points, choice.reason)
 
     def ahead(self, node: str) -> list[tuple[Choice, Stage]]:
         """What may be read while a node computes, with that node's stage: only what is certain to be used."""
@@ -63,6 +63,12 @@ class SessionPlanner:
             return []
         coming = [choice for choice in plan.choices if choice.begin <= number < choice.first]
         return [(c, plan.stages[number]) for c in coming if session.prompt.will_run(plan.stages[c.first].node)]
+
+    def predicted_peak(self) -> int | None:
+        """Bytes of weights at the peak of the open prompt; None where nothing of it was planned."""
+        session = self._shared.attachment.session
+        is_of_this = session is not None and self._of is not None and self._of[0] == session.prompt_id
+        return self._plan.peak_bytes if is_of_this and self._plan is not None and self._plan.choices else None
 
     def why_kept(self, resource: Resource) -> str | None:
         """Why the plan keeps a resource for the next prompt; None where it goes."""

@@ -38,6 +38,11 @@ def test_the_summary_line_says_peak_releases_and_reloads_with_their_seconds():
     )
 
 
+def test_the_summary_line_says_how_far_the_peak_is_from_the_plan():
+    assert "peak 9.00 MiB (as in the plan);" in summary_line(PAGE, PAGE.peak_bytes)
+    assert "peak 9.00 MiB (-10.0 % from the plan);" in summary_line(PAGE, 10 * MIB)
+
+
 def test_the_summary_line_of_a_prompt_without_components_says_so():
     assert summary_line(Page("p1")) == "Lazy H3, prompt p1: no component was in memory."
 

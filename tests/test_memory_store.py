@@ -90,7 +90,7 @@ def test_use_fills_pins_and_leaves_resident(store, make):
     assert not store.is_pinned(resource)
     assert resource.resident_parts() == resource.parts
     assert store.live_bytes() == CODEC_BYTES
-    assert story(store) == [("pin", "x", ""), ("load_begin", "x", ""), ("load_end", "x", ""), ("unpin", "x", "")]
+    assert story(store) == [("pin", "x", ""), ("load_begin", "x", "whole"), ("load_end", "x", ""), ("unpin", "x", "")]
 
 
 def test_using_it_again_reads_nothing(store, make):
@@ -276,7 +276,7 @@ def test_parts_are_filled_as_they_are_needed(store, tmp_path):
         assert store.live_bytes() == count.total == component.nbytes(ENCODER)
         with store.use(component):
             assert store.live_bytes() == count.total == CODEC_BYTES
-    assert [e.reason for e in store.ledger.events if e.event == "load_begin"] == ["encoder", "decoder"]
+    assert [e.reason for e in store.ledger.events if e.event == "load_begin"] == ["encoder whole", "decoder whole"]
 
 
 # Threads.
