@@ -30,9 +30,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from lazy_h3.commands.bench import MIB, drop_cache, figures
-from lazy_h3.commands.bench_run import ANONYMOUS, status_bytes, watched
 from lazy_h3.commands.make_checkpoint import FOLDER, make_checkpoint
 from lazy_h3.commands.presets import replica
+from lazy_h3.commands.process_memory import ANONYMOUS, status_bytes, watched
 from lazy_h3.commands.run import RunOptions, hosted
 from lazy_h3.memory.ledger import Event
 from lazy_h3.nodes.policy import Policy

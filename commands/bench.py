@@ -13,9 +13,8 @@ import platform
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,19 @@ MIB = 1 << 20
 ROW = 4096  # width of the test matrices
 NUM_MATRICES = 24
 RAW_CHUNK = 16 * MIB
-SAMPLE_SECONDS = 0.005
-CHILD = "lazy_h3.commands.bench_child"
+CHILD = f"{__package__}.bench_child"
+
+
+def note(what: str) -> None:
+    """Say on stderr what is measured next."""
+    print(f"bench: {what}", file=sys.stderr, flush=True)
 
 
 def make_file(path: Path, nbytes: int) -> Path:
     """A safetensors file of about ``nbytes`` bytes of bf16 matrices, synced to disk; made once."""
     if path.is_file() and path.stat().st_size >= nbytes:
         return path
+    note(f"writing {path.name}, once")
     rows = math.ceil(nbytes / (NUM_MATRICES * ROW * 2))
     shapes = {f"layers.{i}.weight": (torch.bfloat16, (rows, ROW)) for i in range(NUM_MATRICES)}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,6 +55,7 @@ def replica_models(folder: Path, scale: float, name: str) -> Path:
     """A models folder with a replica of the published model ``name``; made once."""
     models = folder / f"{name}-{scale:g}"
     if not models.is_dir():
+        note(f"writing a replica of {name}, 1/{scale:g} of its bytes, once")
         make_checkpoint(models, replica(scale, name))
     return models
 
@@ -84,7 +89,8 @@ def child(*arguments: str) -> dict[str, Any]:
 def bench_load(path: Path, repeats: int) -> dict[str, Any]:
     """Cold loads beside raw reads of the same file."""
     raw, loads = [], []
-    for _ in range(repeats):
+    for number in range(repeats):
+        note(f"load {number + 1} of {repeats}, after a raw read")
         raw.append(raw_read_seconds(path))
         drop_cache(path)
         loads.append(child("load", str(path)))
@@ -106,6 +112,7 @@ def bench_load(path: Path, repeats: int) -> dict[str, Any]:
 
 def bench_release(path: Path, cycles: int) -> dict[str, Any]:
     """Fill and release in turn: what stays, and whether it grows."""
+    note(f"{cycles} fills and releases in one process")
     found = child("release", str(path), str(cycles))
     return figures(
         found,
@@ -116,27 +123,6 @@ def bench_release(path: Path, cycles: int) -> dict[str, Any]:
             "0 recompiles after reload": found["recompiles"] == 0,
         },
     )
-
-
-class sampled:
-    """Calls ``sample`` from a thread while the block runs."""
-
-    def __init__(self, sample: Callable[[], None]) -> None:
-        self._sample = sample
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self._sample()
-
-    def _watch(self) -> None:
-        while not self._done.wait(SAMPLE_SECONDS):
-            self._sample()
 
 
 def figures(values: dict[str, Any], checks: dict[str, bool]) -> dict[str, Any]:
@@ -158,6 +144,11 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
             yield f"{name.removesuffix('_bytes'):24} {_mib(value)}"
         elif name.endswith("seconds"):
             yield f"{name:24} {_seconds(value)}"
+    yield from shown_checks(found)
+
+
+def shown_checks(found: Mapping[str, Any]) -> Iterator[str]:
+    """What was to hold, and whether it does."""
     for check, passed in found["checks"].items():
         yield f"{'ok  ' if passed else 'FAIL'} {check}"
 

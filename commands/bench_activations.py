@@ -18,16 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from ..memory.device import collect_and_trim
-from .bench import MIB, figures, replica_models
-from .bench_run import ANONYMOUS, MODEL, status_bytes, watched
+from .bench import MIB, figures, note, replica_models, shown_checks
+from .bench_run import MODEL
 from .demo import WORKFLOW, demo_models
+from .process_memory import ANONYMOUS, status_bytes, watched
 from .run import RunOptions, as_prompt, hosted, load_workflow
 
 WEIGHTS_ERROR, GROWTH_ERROR, UNSEEN_SHARE = 0.05, 0.15, 0.30
-CHANGES = {  # of widgets, by class: fewer steps change no peak
-    "LazyH3EmptyLatent": {"unit": "frames"},
-    "LazyH3Sampler": {"steps": 2},
-}
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,7 @@ class ClipSize:
         return f"{self.width} x {self.height}, {self.frames} frames"
 
 
+EXAMPLES = "text_to_video*.json"
 TINY = ClipSize(64, 64, 5)
 CALIBRATION = (ClipSize(256, 256, 22), ClipSize(512, 320, 39))
 UNSEEN = ClipSize(1024, 640, 5)
@@ -73,21 +71,21 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
             for name in ("weights", "growth")
         )
         yield f"{row['workflows']}, {row['size']}: {weights}, {growth}, {row['share']:.0%} above the weights"
-    for check, passed in found["checks"].items():
-        yield f"{'ok  ' if passed else 'FAIL'} {check}"
+    yield from shown_checks(found)
 
 
 def distinct_workflows() -> dict[str, Path]:
-    """One file for each prompt among the example workflows, under the names of all files that come to it at one size."""
+    """One file for each prompt among the example workflows of our nodes, named after all files that come to it at one size."""
     found: dict[str, list[Path]] = {}
     with tempfile.TemporaryDirectory() as out, hosted(RunOptions(Path(out))) as (host, _):
-        for path in sorted(WORKFLOW.parent.glob("*.json")):
+        for path in sorted(WORKFLOW.parent.glob(EXAMPLES)):
             prompt = resized(as_prompt(load_workflow(path), host, {}), TINY)
             found.setdefault(json.dumps([prompt[node] for node in sorted(prompt)], sort_keys=True), []).append(path)
     return {", ".join(path.stem for path in paths): paths[0] for paths in found.values()}
 
 
 def _row(models: Path, workflow: Path, size: ClipSize) -> dict[str, Any]:
+    note(f"activations, {workflow.stem}, {size}")
     arguments = [str(models), str(workflow), *map(str, (size.width, size.height, size.frames))]
     found, growth = watched([sys.executable, "-m", __spec__.name, *arguments])
     weights = found["weights_bytes"]
@@ -130,8 +128,10 @@ def _ran(models: Path, workflow: Path, size: ClipSize, out: Path, budget: int | 
 
 def resized(prompt: Mapping[str, Any], size: ClipSize) -> dict[str, Any]:
     """The prompt with another size of clip and a few steps."""
-    latent = {"width": size.width, "height": size.height, "duration": size.frames}
-    changes = {**CHANGES, "LazyH3EmptyLatent": CHANGES["LazyH3EmptyLatent"] | latent}
+    changes = {
+        "LazyH3EmptyLatent": {"width": size.width, "height": size.height, "duration": size.frames, "unit": "frames"},
+        "LazyH3Sampler": {"steps": 2},  # fewer steps change no peak
+    }
     return {
         node: {"class_type": spec["class_type"], "inputs": spec["inputs"] | changes.get(spec["class_type"], {})}
         for node, spec in prompt.items()

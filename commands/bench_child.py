@@ -22,7 +22,7 @@ from ..memory.handle import Handle
 from ..memory.reader import Reader
 from ..memory.store import Store
 from ..memory.transforms import Cast
-from .bench import sampled
+from .process_memory import sampled
 
 
 class Matrices(nn.Module):

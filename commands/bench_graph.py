@@ -26,7 +26,7 @@ from ..memory.handle import Handle
 from ..memory.resource import Cost, FillRequest, Identity, Parts
 from ..memory.session import Session
 from ..memory.store import Store
-from .bench import figures
+from .bench import figures, note, shown_checks
 
 log = logging.getLogger("lazy_h3")
 
@@ -150,10 +150,7 @@ class Measured:
 def bench_graph(repeats: int) -> dict[str, Any]:
     """The best of ``repeats`` runs for each size, with and without the sight of the executor's list."""
     measure(SIZES[0], True)  # imports and first calls
-    rows = {
-        sight: [min((measure(size, is_seen) for _ in range(repeats)), key=lambda m: m.seconds) for size in SIZES]
-        for sight, is_seen in SIGHTS.items()
-    }
+    rows = {sight: [_best(sight, size, repeats) for size in SIZES] for sight in SIGHTS}
     tables = {sight: [{**vars(row), "seconds_per_part": row.seconds_per_part} for row in found] for sight, found in rows.items()}
     checks = {}
     for sight, (small, middle, _, large) in rows.items():
@@ -163,6 +160,11 @@ def bench_graph(repeats: int) -> dict[str, Any]:
             large.seconds_per_part <= MOST_GROWTH * middle.seconds_per_part
         )
     return figures({"tables": tables}, checks)
+
+
+def _best(sight: str, size: int, repeats: int) -> Measured:
+    note(f"graph of {size} nodes, by {sight}")
+    return min((measure(size, SIGHTS[sight]) for _ in range(repeats)), key=lambda measured: measured.seconds)
 
 
 def measure(size: int, is_probe_exposed: bool) -> Measured:
@@ -290,5 +292,4 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
         for row in rows:
             total, event, part = row["seconds"] * 1e3, row["event_seconds"] * 1e6, row["seconds_per_part"] * 1e6
             yield f"{sight:20} {row['nodes']:6} {row['links']:6} {total:12.1f} {event:12.1f} {part:18.2f}"
-    for check, passed in found["checks"].items():
-        yield f"{'ok  ' if passed else 'FAIL'} {check}"
+    yield from shown_checks(found)

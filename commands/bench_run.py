@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,15 +22,15 @@ import psutil
 
 from ..host.embedded.executor import NodeError
 from ..memory import device
+from ..memory.account import accounts
+from ..memory.ledger import Page
 from ..memory.plan import Policy
 from ..memory.store import MemoryRefused
-from .bench import MIB, figures, replica_models, sampled
+from .bench import MIB, figures, note, replica_models, shown_checks
 from .demo import WORKFLOW
+from .process_memory import ANONYMOUS, sampled, status_bytes, watched
 from .run import RunOptions, hosted, load_workflow
 
-SAMPLE_SECONDS = 0.01
-ANONYMOUS = "RssAnon"  # resident memory that no file backs
-MAX_ERROR = 2000
 SAMPLER = "7"
 PROMPT = "5"
 MODEL = "minimax-h3-r16"
@@ -77,16 +76,19 @@ def bench_run(folder: Path, scale: float, repeats: int) -> dict[str, Any]:
     Activations are the growth of a process in which everything is resident before the run: in all, and inside each node.
     """
     models = replica_models(folder, scale, MODEL)
+    note("run, activations")
     warm, activations = _watched_child(models, Variant("keep", is_plain=True, is_warm=True), 1)
     variants = {
         "keep, whole": Variant("keep", is_plain=True),
         "free, whole": Variant("free", is_plain=True),
         "free": Variant("free"),
     }
-    rows = {name: _row(models, variant, repeats) for name, variant in variants.items()}
+    rows = {name: _row(name, models, variant, repeats) for name, variant in variants.items()}
     total = rows["keep, whole"]["peak_resident_bytes"]
     budgets = {part: Variant("free", budget=total // part) for part in (*BUDGET_PARTS, REFUSED_PART)}
-    limited = {f"1/{part} of the sum": _row(models, budgets[part], repeats) for part in BUDGET_PARTS}
+    parts = {f"1/{part} of the sum": budgets[part] for part in BUDGET_PARTS}
+    limited = {name: _row(name, models, variant, repeats) for name, variant in parts.items()}
+    note(f"run, 1/{REFUSED_PART} of the sum, which is refused")
     refusal, _ = _watched_child(models, budgets[REFUSED_PART], 1)
     checks = {
         **_checks_of_freeing(rows["free, whole"], max(warm["activation_bytes"].values())),
@@ -149,11 +151,11 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
     read, headers = (refusal[f"{key}_bytes"] / 1024 for key in ("read", "header"))
     took = f"{refusal['seconds'][0]:.2f} s, {read:.0f} KiB read, {headers:.0f} KiB of them headers"
     yield f"1/{REFUSED_PART} of the sum: {took}: {refusal['refused']}"
-    for check, passed in found["checks"].items():
-        yield f"{'ok  ' if passed else 'FAIL'} {check}"
+    yield from shown_checks(found)
 
 
-def _row(models: Path, variant: Variant, repeats: int) -> dict[str, Any]:
+def _row(name: str, models: Path, variant: Variant, repeats: int) -> dict[str, Any]:
+    note(f"run, {name}")
     found, growth = _watched_child(models, variant, repeats)
     if found["refused"] is not None:
         raise RuntimeError(f"The run was refused: {found['refused']}")
@@ -162,37 +164,6 @@ def _row(models: Path, variant: Variant, repeats: int) -> dict[str, Any]:
 
 def _watched_child(models: Path, variant: Variant, repeats: int) -> tuple[dict[str, Any], int]:
     return watched([sys.executable, "-m", __spec__.name, str(models), json.dumps(asdict(variant)), str(repeats)])
-
-
-def watched(command: Sequence[str]) -> tuple[dict[str, Any], int]:
-    """What a measuring process prints as JSON, and how much its anonymous memory grew at most, as seen from here.
-
-    The growth is over ``anonymous_before_bytes`` of what it prints. Raises RuntimeError with its last words if it fails.
-    """
-    peak = 0
-    with (
-        tempfile.TemporaryFile("w+") as output,
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stdout=output, stderr=errors) as child,
-    ):
-        while child.poll() is None:
-            peak = max(peak, status_bytes(child.pid, ANONYMOUS))
-            time.sleep(SAMPLE_SECONDS)
-        output.seek(0)
-        errors.seek(0)
-        if child.returncode:
-            raise RuntimeError(f"The measuring process failed:\n{errors.read()[-MAX_ERROR:]}")
-        found = json.load(output)
-    return found, peak - found["anonymous_before_bytes"]
-
-
-def status_bytes(pid: int, field: str) -> int:
-    """A size that the system states of a process; all of its resident memory where it states none."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:  # it has just ended, or there is no /proc
-        return psutil.Process(pid).memory_info().rss if psutil.pid_exists(pid) else 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:")), 0)
 
 
 def measure(models: Path, variant: Variant, repeats: int) -> dict[str, Any]:
@@ -219,14 +190,14 @@ def measure(models: Path, variant: Variant, repeats: int) -> dict[str, Any]:
                 break
         found["activation_bytes"] = growth
         plan, ledger = shared.plan(), shared.store.ledger
-        sizes = _sizes(ledger.events)
+        sizes = [account.bytes for account in accounts(Page(events=tuple(ledger.events)))]
         found |= {
             "read_bytes": _read_bytes() - read_before,
             "header_bytes": sum(_header_bytes(path) for path in models.rglob("*.safetensors")),
             "predicted_peak_bytes": plan.peak_bytes if plan else 0,
             "peak_resident_bytes": ledger.peak_bytes,
-            "largest_bytes": max(sizes.values(), default=0),
-            "sum_bytes": sum(sizes.values()),
+            "largest_bytes": max(sizes, default=0),
+            "sum_bytes": sum(sizes),
         }
     return found | {"latents": LatentHash.found}
 
@@ -261,14 +232,6 @@ def _fill_all(host: Any, shared: Any, prompt: Mapping[str, Any]) -> None:
             parts = component.parts - {"encoder", "vision"}  # what text to video needs
             with shared.handle(component).use(*parts):
                 pass
-
-
-def _sizes(events: Any) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for event in events:
-        if event.event == "load_end":
-            sizes[event.component] = max(sizes.get(event.component, 0), event.bytes)
-    return sizes
 
 
 @contextmanager

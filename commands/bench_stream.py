@@ -26,8 +26,9 @@ from ..memory.device import trim
 from ..memory.reader import STORED_DTYPES, Copy, Reader
 from ..memory.resource import FillRequest, Mode, Parts
 from ..nodes.catalogue import AS_STORED, Catalogue
-from .bench import MIB, drop_cache, figures, raw_read_seconds, replica_models, sampled
+from .bench import MIB, drop_cache, figures, note, raw_read_seconds, replica_models, shown_checks
 from .make_checkpoint import SINGLE_FILES
+from .process_memory import sampled
 
 MODEL = "minimax-h3"
 CPU = torch.device("cpu")
@@ -146,16 +147,16 @@ def denoising(models: Path, reader: Reader, num_steps: int, is_folded: bool = Tr
     states = torch.randn(1, 64, component.module.config.text_dim, generator=generator)
     noise = Latents(torch.randn(VIDEO_SHAPE, generator=generator), torch.randn(AUDIO_SHAPE, generator=generator))
     schedule = Schedule.official(num_steps)
-    points = tuple(sorted({clean_time for times in schedule.times for clean_time in times}))
 
     def compute(model: Any) -> Tensor:
         return torch.cat([stream.flatten() for stream in sample(model, states, None, noise, schedule)])
 
-    return Job(component, compute, component.parts, num_steps, points if is_folded else ())
+    return Job(component, compute, component.parts, num_steps, schedule.clean_times if is_folded else ())
 
 
 def pairs(job: Job, state: str, repeats: int) -> dict[str, Any]:
     """Seconds of both modes, run by run, and the median of their ratios."""
+    note(f"stream, {job.component.name}, {state}")
     runs: dict[Mode, list[Timing]] = {mode: [] for mode in MODES}
     for number in range(repeats):
         for mode in MODES if number % 2 == 0 else MODES[::-1]:
@@ -209,6 +210,7 @@ def overlapped(models: Path, repeats: int) -> dict[str, Any]:
 
     Not folded: that is done before the first step, so that there is nothing to compute meanwhile.
     """
+    note("stream, a slow reader")
     throttle = Throttle()
     job = denoising(models, throttle.reader, OVERLAP_STEPS, is_folded=False)
     rounds = [_overlap_round(job, throttle) for _ in range(repeats)]
@@ -280,8 +282,7 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
         yield f"{'slow reader':20} {name.replace('_', ' ')}: {_listed(overlap[f'{name}_seconds'])} s"
     with_prefetch, without = overlap["ratio"], overlap["ratio_without_prefetch"]
     yield f"{'slow reader':20} streamed {with_prefetch:.2f} x the longer, without prefetch {without:.2f} x"
-    for check, passed in found["checks"].items():
-        yield f"{'ok  ' if passed else 'FAIL'} {check}"
+    yield from shown_checks(found)
 
 
 def _listed(seconds: list[float]) -> str:

@@ -24,8 +24,8 @@ def inspect_path(path: Path) -> dict[str, Any]:
 
 
 def _parts(path: Path) -> Iterator[Path]:
-    """The components of a Hugging Face model, else whatever lies in a folder with models, else the path itself."""
-    yield from [*_components(path)] or [*_models_below(path)] or [path]
+    """The components of a Hugging Face model, else what lies in a folder with models, else several files, else the path."""
+    yield from [*_components(path)] or [*_models_below(path)] or [*_files_in(path)] or [path]
 
 
 def _components(model: Path) -> Iterator[Path]:
@@ -39,6 +39,12 @@ def _models_below(root: Path) -> Iterator[Path]:
         yield from _components(root / "diffusers" / name)
     for folder in FILE_FOLDERS:
         yield from (root / folder / name for name in model_files([root / folder]))
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The files of a folder that holds several, and no index that makes them one checkpoint."""
+    files = sorted(folder.glob("*.safetensors"))
+    return files if len(files) > 1 and not any(folder.glob("*.safetensors.index.json")) else []
 
 
 def _described(path: Path) -> dict[str, Any]:
@@ -69,7 +75,8 @@ def _described(path: Path) -> dict[str, Any]:
 
 
 def shown(found: dict[str, Any]) -> Iterator[str]:
-    """The findings as lines for people."""
+    """The findings as lines for people; why the only refused one is refused is an error, with a line of its own."""
+    num_refused = sum(entry["refused"] is not None for entry in found["checkpoints"])
     for entry in found["checkpoints"]:
         yield entry["path"]
         if entry["component"]:
@@ -81,4 +88,4 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
             reasons = "; ".join(sorted(set(entry["ignored"].values())))
             yield f"  {entry['ignored_tensors']} tensors are never read ({reasons})"
         if entry["refused"]:
-            yield f"  refused: {entry['refused']}"
+            yield f"  refused: {entry['refused']}" if num_refused > 1 else "  refused"

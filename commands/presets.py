@@ -127,7 +127,7 @@ def replica(scale: float, name: str = "minimax-h3") -> ModelPreset:
     Raises ValueError for a name that is not in PUBLISHED, and for a scale at which a part cannot be built that small.
     """
     if name not in PUBLISHED:
-        raise ValueError(f"--model {name}: is no published model; choose one of {', '.join(PUBLISHED)}.")
+        raise ValueError(f"--model {name}: is not a published model; choose one of {', '.join(PUBLISHED)}.")
     real = small = PUBLISHED[name]
     for kind, part, shrunk in SHRINKING:
         target = num_bytes(kind, getattr(real, kind), part) / scale

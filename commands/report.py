@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..host.embedded.executor import NodeError
 from ..host.embedded.host import RunResult
-from ..memory import device
-from ..memory.ledger import Event, Ledger
+from ..memory.account import Account, accounts
+from ..memory.ledger import Event, Ledger, Page
 from ..memory.store import MemoryRefused
 from .interruption import Interruption
+from .process_memory import ProcessMemory
 
-SAMPLE_SECONDS = 0.02
 BAD_INPUT_ERRORS = frozenset({"CheckpointError", "FormatError", "TokenizerError", "PathError", "MemoryRefused", "ValueError"})
-
-
-@dataclass
-class ProcessMemory:
-    """Resident memory of this process, before, at its peak, and after."""
-
-    before: int = 0
-    peak: int = 0
-    after: int = 0
-
-
-@contextmanager
-def sampled_memory() -> Iterator[ProcessMemory]:
-    """Watches this process from a thread of its own while the block runs."""
-    memory = ProcessMemory(before=device.process_bytes())
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(SAMPLE_SECONDS):
-            memory.peak = max(memory.peak, device.process_bytes())
-
-    watcher = threading.Thread(target=watch, name="lazy-h3-memory", daemon=True)
-    watcher.start()
-    try:
-        yield memory
-    finally:
-        done.set()
-        watcher.join()
-        memory.after = device.process_bytes()
-        memory.peak = max(memory.peak, memory.after, memory.before)
 
 
 @dataclass
@@ -105,14 +72,14 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         events = list(self.ledger.events)  # a run may go on meanwhile
-        components = _components(events, self.kinds)
-        sizes = [component["bytes"] for component in components]
+        known = _accounts(events)
+        sizes = [account.bytes for account in known]
         return {
             "status": self.status,
             "error": self._error(),
             "seconds": self.seconds,
             "runs": [self._run(number, record) for number, record in enumerate(self.runs)],
-            "components": components,
+            "components": [_component(account, self.kinds) for account in known],
             "sum_bytes": sum(sizes),
             "largest_bytes": max(sizes, default=0),
             "peak_resident_bytes": max([self.ledger.peak_bytes, *(record.peak_bytes for record in self.runs)]),
@@ -121,7 +88,7 @@ class Report:
             "budget_bytes": self.budget,
             "rss_before_bytes": self.memory.before,
             "rss_peak_bytes": self.memory.peak,
-            "rss_after_bytes": self.memory.after or device.process_bytes(),
+            "rss_after_bytes": self.memory.after,
             "events": [event.as_dict() for event in events],
             "outputs": [{"node": f.node, "path": str(f.path), "kind": f.kind} for r in self.runs[-1:] for f in r.result.files],
         }
@@ -140,53 +107,27 @@ class Report:
         }
 
     def _run(self, number: int, record: RunRecord) -> dict[str, Any]:
-        loads = _loads(self.ledger.of_run(number))
+        loaded = [account for account in _accounts(self.ledger.of_run(number)) if account.loads]
         return {
             "seconds": record.seconds,
             "peak_resident_bytes": record.peak_bytes,
-            "loads": {name: len(seconds) for name, seconds in loads.items()},
-            "load_seconds": {name: sum(seconds) for name, seconds in loads.items()},
+            "loads": {account.name: account.loads for account in loaded},
+            "load_seconds": {account.name: account.load_seconds for account in loaded},
             "nodes": record.result.seconds,
         }
 
 
-def _loads(events: list[Event]) -> dict[str, list[float]]:
-    """Seconds of every completed load, by component."""
-    began: dict[str, float] = {}
-    loads: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        if event.event == "load_begin":
-            began[event.component] = event.t
-        elif event.event == "load_end" and event.bytes:
-            loads[event.component].append(event.t - began[event.component])
-    return loads
+def _accounts(events: Sequence[Event]) -> list[Account]:
+    return accounts(Page(events=events))
 
 
-def _components(events: list[Event], kinds: dict[str, str]) -> list[dict[str, Any]]:
-    sizes: Counter[str] = Counter()
-    resident: Counter[str] = Counter()
-    released: dict[str, list[str]] = defaultdict(list)
-    modes: dict[str, str] = {}
-    for event in events:
-        if event.event == "load_begin":
-            modes[event.component] = "streamed" if event.reason.partition(":")[0].endswith("streamed") else "whole"
-        elif event.event == "load_end":
-            resident[event.component] += event.bytes
-            sizes[event.component] = max(sizes[event.component], resident[event.component])
-        elif event.event == "release":
-            resident[event.component] = 0
-            if event.node is not None:
-                released[event.component].append(event.node)
-    loads = _loads(events)
-    return [
-        {
-            "name": name,
-            "kind": kinds.get(name, name),
-            "bytes": size,
-            "mode": modes[name],
-            "loads": len(loads[name]),
-            "load_seconds": sum(loads[name]),
-            "released_after": released[name],
-        }
-        for name, size in sizes.items()
-    ]
+def _component(account: Account, kinds: dict[str, str]) -> dict[str, Any]:
+    return {
+        "name": account.name,
+        "kind": kinds.get(account.name, account.name),
+        "bytes": account.bytes,
+        "mode": account.mode,
+        "loads": account.loads,
+        "load_seconds": account.load_seconds,
+        "released_after": account.released_after,
+    }

@@ -24,9 +24,12 @@ from ..nodes import NODE_CLASS_MAPPINGS
 from ..nodes.runtime import Policy, Runtime, installed
 from .canvas import api_prompt
 from .interruption import Interruption, SignalWatch
-from .report import Report, RunRecord, sampled_memory
+from .process_memory import sampled_memory
+from .report import Report, RunRecord
 
 log = logging.getLogger("lazy_h3")
+
+KINDS = {"INT": "a whole number", "FLOAT": "a number", "BOOLEAN": "true or false"}
 
 
 @dataclass(frozen=True)
@@ -117,13 +120,32 @@ def run_workflow(workflow: Mapping[str, Any], options: RunOptions) -> Report:
 
 @contextmanager
 def hosted(options: RunOptions, device: torch.device | None = None) -> Iterator[tuple[EmbeddedHost, Runtime]]:
-    """An embedded host with our nodes installed in it. ``device``: where models compute, None for the best there is."""
+    """An embedded host with our nodes installed in it. ``device``: where models compute, None for the best there is.
+
+    Raises ValueError for a folder with models that is none.
+    """
+    _check_folders(options.models)
     folders = {"output_directory": options.out, "input_directory": options.out / "input", "models": list(options.models)}
     with EmbeddedHost(NODE_CLASS_MAPPINGS, cache=options.cache, **folders) as host:
         store = Store(budget=options.budget, pretended_total=options.memory)
-        shared = Runtime(EmbeddedPort(host, device), store, None, options.policy, True, options.may_stream, options.may_fold)
+        shared = Runtime(
+            EmbeddedPort(host, device),
+            store,
+            policy=options.policy,
+            may_stream=options.may_stream,
+            may_fold=options.may_fold,
+        )
+        shared.attachment.is_summed_up = False  # the commands print a table
         with installed(shared):
             yield host, shared
+
+
+def _check_folders(models: Sequence[Path]) -> None:
+    for folder in models:
+        if not folder.is_dir():
+            raise ValueError(
+                f"--models {folder}: is not a folder; name the one that holds text_encoders, diffusion_models and vae."
+            )
 
 
 def _check_writable(folder: Path) -> None:
@@ -184,4 +206,5 @@ def _value(target: str, text: str, declared: InputDeclaration) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"--set {target}={text}: is no {declared.type}; write a value such as 7, 2.5 or true.") from error
+        kind = KINDS.get(declared.type, f"a value for {declared.type}")
+        raise ValueError(f"--set {target}={text}: is not {kind}; write a value such as 7, 2.5 or true.") from error

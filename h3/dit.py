@@ -291,7 +291,7 @@ class DiT(nn.Module):
     def time_features(self, times: Tensor) -> Tensor:
         """Clean-times [M] to what the AdaLN projections take, [M, k] fp32: SiLU included, cast only after it."""
         sinusoid = timestep_sinusoid(times, self.config.freq_dim).to(self.time_embedder.proj_in.weight.device)
-        return silu(in_groups_of_eight(self.time_embedder, sinusoid))
+        return in_groups_of_eight(lambda rows: silu(self.time_embedder(rows)), sinusoid)
 
     def fold_inputs(self, times: Tensor) -> Tensor:
         """Features of clean-times [K] fp32 as ``forward`` gives them to every FOLDABLE sub-module, bit for bit."""

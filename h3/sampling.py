@@ -143,6 +143,11 @@ class Schedule:
         video, audio = (1 - torch.tensor(sigmas[:-1]) for sigmas in (self.video, self.audio))
         return tuple(zip(video.tolist(), audio.tolist(), strict=True))
 
+    @property
+    def clean_times(self) -> tuple[float, ...]:
+        """All that the network will be asked at, both streams, ascending."""
+        return tuple(sorted({time for times in self.times for time in times}))
+
 
 def comfy_noise(video_shape: Sequence[int], audio_shape: Sequence[int], generator: torch.Generator) -> Latents:
     """Noise as ComfyUI draws it from a CPU generator: video, then audio in latent order."""

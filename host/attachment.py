@@ -10,9 +10,11 @@ import asyncio
 import contextvars
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
+from ..memory.graph import Key
+from ..memory.resource import Resource
 from ..memory.session import Keeps, Session
 from ..memory.store import Store
 from .interface import Host
@@ -32,12 +34,16 @@ class Attachment:
         self.store = store
         self.keeps = keeps
         self.take_turns = take_turns
+        self.is_summed_up = True  # with a line of log at the end of each prompt
         self.predicted_peak: Callable[[], int | None] = lambda: None  # bytes of weights, as planned for the prompt
+        self.followed: Callable[[], Set[Key]] = frozenset  # keys of loaders that are not ours, whose objects are resources
+        self.after_node: list[Callable[[Session], None]] = []  # told when a node has finished and what it used last is released
         self.session: Session | None = None
         self._prompt: RunningPrompt | None = None
         self._finishing: str | None = None
         self._sentinels: set[asyncio.Task[None]] = set()  # event loops refer to their tasks weakly
         store.on_use.append(lambda _: self.touch())
+        store.before_fill.append(self._about_to_fill)
         store.ledger.current_node = self._current_node
 
     def touch(self) -> Session | None:
@@ -49,7 +55,7 @@ class Attachment:
             return self.session
         self.close()
         self._turn_page(registry.prompt_id)
-        self._prompt = RunningPrompt(registry, self.host)
+        self._prompt = RunningPrompt(registry, self.host, self.followed)
         self.session = Session(self._prompt, self.store, self.keeps, self.take_turns)
         registry.register_handler(_handler(self.host.progress_module.ProgressHandler, self))
         self._post_sentinel(self.session)
@@ -74,6 +80,7 @@ class Attachment:
             self._finishing = node
             self._prompt.finished(node)
             self.session.ended(node)
+            self._tell_followers(self.session)
             self._finishing = None
 
     def close(self) -> None:
@@ -81,8 +88,14 @@ class Attachment:
         session = self.session
         if session is not None and not session.is_over:
             session.end()
-            self._sum_up()
+            if self.is_summed_up:
+                self._sum_up()
         self.session = self._prompt = None
+
+    def origins(self, name: str) -> tuple[Key, ...]:
+        """Keys of the loaders that the object at this input of the executing node may be from."""
+        executing = self.host.executing()
+        return () if executing is None or self._prompt is None else self._prompt.origins(executing[1], name)
 
     @property
     def prompt_id(self) -> str | None:
@@ -92,6 +105,17 @@ class Attachment:
     def is_idle(self) -> bool:
         """Whether no prompt runs, as far as the host tells."""
         return self.session is None and self.host.outputs_to_execute() is None
+
+    def _tell_followers(self, session: Session) -> None:
+        for follower in self.after_node:
+            try:
+                follower(session)
+            except Exception:  # in an event of the host it would kill the worker thread
+                log.exception("Lazy H3: what follows the nodes of prompt %s failed.", session.prompt_id)
+
+    def _about_to_fill(self, resource: Resource, nbytes: int) -> None:
+        if self.session is not None:
+            self.session.about_to_fill(resource, nbytes)
 
     def _turn_page(self, prompt_id: str) -> None:
         before = {resource.name: resource.live_bytes() for resource in self.store.resident()}

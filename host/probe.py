@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 EXECUTOR_FUNCTION = "execute_async"
@@ -28,14 +28,25 @@ def find_executor() -> Executor | None:
 
     It is on the stack of handlers and of plain nodes, once the prompt's list has been built; never on that of async nodes.
     """
+    for local in _locals_of_executors():
+        execution_list = local.get("execution_list")
+        if hasattr(execution_list, "pendingNodes") and hasattr(execution_list, "__weakref__"):
+            return Executor(execution_list, _cached_nodes(local.get("self")))
+    return None
+
+
+def find_caches() -> Any:
+    """The caches of the executor that is on this stack; None where there is none, or it does not look as expected."""
+    executors = (local.get("self") for local in _locals_of_executors())
+    return next((executor.caches for executor in executors if hasattr(executor, "caches")), None)
+
+
+def _locals_of_executors() -> Iterator[Mapping[str, Any]]:
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == EXECUTOR_FUNCTION:
-            execution_list = frame.f_locals.get("execution_list")
-            if hasattr(execution_list, "pendingNodes") and hasattr(execution_list, "__weakref__"):
-                return Executor(execution_list, _cached_nodes(frame.f_locals.get("self")))
+            yield frame.f_locals
         frame = frame.f_back
-    return None
 
 
 def _cached_nodes(executor: Any) -> frozenset[str]:

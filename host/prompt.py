@@ -6,25 +6,34 @@ import functools
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..memory.graph import ANY, Key, Needed, Node, NodeClass, Output, link_of
+import torch
+
+from ..memory.graph import ANY, PLAIN_TYPES, Key, Needed, Node, NodeClass, Output, link_of
 from ..memory.handle import Handle
+from ..memory.resource import Cost, Identity, Mode, Parts
 from ..memory.session import GraphView
 from .interface import Host
+from .origins import Wiring, released
 from .probe import Executor, find_executor
 
 
 class RunningPrompt:
-    """One prompt, read through the progress registry that the host makes anew for each. It is told of starts and finishes."""
+    """One prompt, read through the progress registry that the host makes anew for each. It is told of starts and finishes.
 
-    def __init__(self, registry: Any, host: Host) -> None:
+    ``followed``: keys of loaders that are not ours, whose objects are released after their last use all the same.
+    """
+
+    def __init__(self, registry: Any, host: Host, followed: Callable[[], Set[Key]] = frozenset) -> None:
         self.prompt_id: str = registry.prompt_id
         self.registry = weakref.ref(registry)
         self._dynprompt = registry.dynprompt
         self._host = host
+        self._followed = followed
         self._executor: Executor | None = None
         self._finished: set[str] = set()
         self._wiring: _Wiring | None = None
@@ -51,7 +60,7 @@ class RunningPrompt:
     def view(self) -> GraphView:
         """The graph with all expansions so far. Entries without a class (unknown to the front end) are left out."""
         wiring = self._read()
-        return GraphView(wiring.version, wiring.nodes, self._constants(wiring.nodes))
+        return GraphView(wiring.version, wiring.nodes, self._constants(wiring.nodes), plain_types)
 
     def may_run(self) -> Container[str]:
         """Nodes that may still run, best source first: the executor's pending nodes, else what unfinished outputs need.
@@ -80,8 +89,16 @@ class RunningPrompt:
         return declared_class(self._host.node_class(class_type))
 
     def sources(self, nodes: Mapping[str, Node]) -> dict[Output, Key]:
-        """Outputs of our loaders, and what they load according to their widgets."""
-        return loaded_resources(nodes, self._host)
+        """Outputs of our loaders, and what they load according to their widgets; and of others whose objects are followed."""
+        found, followed = loaded_resources(nodes, self._host), self._followed()
+        others = wiring(nodes, self._host, found).loaders() if followed else {}
+        return found | {output: key for output, key in others.items() if key in followed}
+
+    def origins(self, node: str, name: str) -> tuple[Key, ...]:
+        """Keys of the loaders that the object at a node's input may be from."""
+        nodes = self._read().nodes
+        link = link_of(nodes[node].inputs.get(name))
+        return () if link is None else tuple(wiring(nodes, self._host, self.sources(nodes)).origins(link).values())
 
     def _read(self) -> _Wiring:
         version = self.version()
@@ -195,7 +212,59 @@ def loaded_resources(nodes: Mapping[str, Node], host: Host) -> dict[Output, Key]
         cls = host.node_class(spec.class_type)
         if hasattr(cls, "lazy_h3_resources"):
             found.update({(node, slot): key for slot, key in _loaded(cls, spec.inputs).items()})
-    return found
+    releasing = [(node, name) for node, spec in nodes.items() if (name := released_input(host.node_class(spec.class_type)))]
+    return found | released(nodes, releasing, wiring(nodes, host, found)) if releasing else found
+
+
+def openings(nodes: Mapping[str, Node], host: Host) -> Iterator[Callable[[], object]]:
+    """A call for each of our loaders whose widgets say what it loads: it raises what the loader will say of a bad file."""
+    for spec in nodes.values():
+        cls: Any = host.node_class(spec.class_type)
+        if hasattr(cls, "components"):
+            inputs = {name: value for name, value in spec.inputs.items() if name in _declared_inputs(cls)}
+            if not any(map(link_of, inputs.values())):
+                yield functools.partial(cls.components, **inputs)
+
+
+def released_input(cls: Any) -> str | None:
+    """The input whose object a node wants to be released after its last use, wherever it is from."""
+    return getattr(cls, "RELEASES", None)
+
+
+def wiring(nodes: Mapping[str, Node], host: Host, known: Mapping[Output, Key]) -> Wiring:
+    """The nodes, to be asked where objects are from."""
+    return Wiring(nodes, lambda class_type: declared_class(host.node_class(class_type)), known)
+
+
+def plain_types(key: Key) -> frozenset[str]:
+    """What carries nothing of a resource: core's conditions and samplers hold no weights of core's models."""
+    return PLAIN_TYPES | {"CONDITIONING", "SAMPLER"} if is_core(key) else PLAIN_TYPES
+
+
+def is_core(key: Key) -> bool:
+    """Whether it is one of core's own models."""
+    return isinstance(key, Identity) and key.kind.startswith("core ")
+
+
+class Unmade:
+    """One of core's models that no loader has made yet, as a plan sees it: as large as its files."""
+
+    is_hosted = True
+    parts = frozenset({"weights"})
+
+    def __init__(self, identity: Identity, device: torch.device) -> None:
+        self.identity = identity
+        self.device = device
+        self.name = f"{identity.kind} ({', '.join(Path(file.path).stem for file in identity.files)})"
+
+    def nbytes(self) -> int:
+        return sum(file.size for file in self.identity.files)
+
+    def costs(self, parts: Parts, points: tuple[float, ...] = ()) -> Mapping[Mode, Cost]:
+        return {"whole": Cost(self.nbytes() if self.device.type == "cpu" else 0)}  # a GPU's memory is core's to plan
+
+    def resident_parts(self) -> Parts:
+        return frozenset()
 
 
 def declared_class(cls: type | None) -> NodeClass | None:

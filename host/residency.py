@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..memory.resource import Identity, Resource
+from ..memory.resource import Identity, Resource, is_hosted
 from ..memory.store import Store
 
 log = logging.getLogger("lazy_h3")
@@ -78,6 +78,8 @@ class Residency:
 
     def _make_room(self, resource: Resource, nbytes: int) -> None:
         """Ask the host to unload models of others."""
+        if is_hosted(resource):
+            return
         management = self._management
         pinned = [entry for entry in management.current_loaded_models if self._is_pinned(entry.model)]
         wanted = ROOM_FACTOR * nbytes + management.extra_reserved_memory()
@@ -88,6 +90,8 @@ class Residency:
 
     def _follow(self, resource: Resource, is_resident: bool) -> None:
         """Enter a filled resource into the host's list, take a dropped one out. Errors of the host are its own, and logged."""
+        if is_hosted(resource):
+            return
         try:
             if is_resident:
                 self._enter(resource)

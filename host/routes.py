@@ -1,8 +1,9 @@
 """The memory routes, for every server that has the front end: plain aiohttp handlers.
 
 ``GET /lazy_h3/memory`` answers a snapshot. ``POST /lazy_h3/release`` with ``{"component": name or null}`` releases one component
-or all of them. ``POST /lazy_h3/plan`` with ``{"prompt": ...}`` in API format plans it from headers alone. All answer only to this
-machine and to pages of the same server; everything else is refused with ``{"error": {"type", "message"}}``.
+or all of them. ``POST /lazy_h3/plan`` with ``{"prompt": ...}`` in API format plans it from headers alone. ``GET
+/lazy_h3/settings`` answers what is on; ``POST`` with ``{name: true or false}`` changes what the environment has not fixed. All
+answer only to this machine and to pages of the same server; everything else is refused with ``{"error": {"type", "message"}}``.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from ..memory.plan import Plan
-from ..memory.store import Status, Store
+from ..memory.store import Store
+from ..memory.table import Status
 from .attachment import Attachment
 from .events import EventFeed
 from .interface import Host
+from .settings import VARIABLES, Settings
 from .snapshot import plan_document, snapshot
 
 log = logging.getLogger("lazy_h3")
@@ -41,6 +44,7 @@ class Source(Protocol):
     store: Store
     attachment: Attachment
     feed: EventFeed
+    settings: Settings
 
     def plan_of(self, prompt: Mapping[str, Any]) -> Plan: ...
 
@@ -68,10 +72,19 @@ def routes(source: Callable[[], Source]) -> list[web.RouteDef]:
         prompt = _prompt_of(await _json_of(request, MAX_PROMPT_BYTES))
         return web.json_response(await asyncio.to_thread(_planned, source(), prompt))
 
+    async def settings(_: web.Request) -> web.Response:
+        return web.json_response(source().settings.document())
+
+    async def change_settings(request: web.Request) -> web.Response:
+        source().settings.change(_settings_of(await _json_of(request)))
+        return web.json_response(source().settings.document())
+
     return [
         web.get("/lazy_h3/memory", _guarded(memory)),
         web.post("/lazy_h3/release", _guarded(release)),
         web.post("/lazy_h3/plan", _guarded(plan)),
+        web.get("/lazy_h3/settings", _guarded(settings)),
+        web.post("/lazy_h3/settings", _guarded(change_settings)),
     ]
 
 
@@ -178,6 +191,18 @@ def _prompt_of(body: Any) -> Mapping[str, Any]:
     if not isinstance(prompt, dict):
         raise RequestRefused(400, "missing_field", 'The body has no "prompt"; send {"prompt": ...} in API format.')
     return {n: s for n, s in prompt.items() if isinstance(s, dict) and isinstance(s.get("class_type"), str)}
+
+
+def _settings_of(body: Any) -> Mapping[str, bool]:
+    """The settings in a request. Raises RequestRefused for anything but known names with true or false."""
+    if not isinstance(body, dict):
+        raise RequestRefused(400, "wrong_type", "The body is no object; send {name: true or false}.")
+    for name, value in body.items():
+        if name not in VARIABLES:
+            raise RequestRefused(400, "unknown_field", f"{name[:40]!r} is no setting; there are {', '.join(VARIABLES)}.")
+        if not isinstance(value, bool):
+            raise RequestRefused(400, "wrong_type", f'"{name}" is {json.dumps(value)[:40]}; send true or false.')
+    return body
 
 
 def _component_of(body: Any) -> str | None:

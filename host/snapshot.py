@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ import torch
 from ..memory import device as devices
 from ..memory.account import Account, accounts
 from ..memory.ledger import Page
-from ..memory.plan import Plan
+from ..memory.plan import Choice, Plan, Refusal, Stage
 from ..memory.resource import Resource
-from ..memory.store import Status, Store
+from ..memory.store import Store
+from ..memory.table import Status
 from ..memory.units import shown_bytes
 from .events import SCHEMA, EventFeed
 
@@ -168,34 +169,37 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "status": "ok" if refusal is None else "refused",
         "order": [stage.node for stage in plan.stages],
         "activation_bytes": {stage.node: stage.activation_bytes for stage in plan.stages},
-        "components": [
-            {
-                "name": choice.item.name,
-                "mode": choice.mode,
-                "bytes": choice.resident_bytes,
-                "held_blocks": choice.num_held,
-                "from": plan.stages[choice.first].node,
-                "read_ahead_at": None if choice.prefetch_at is None else plan.stages[choice.prefetch_at].node,
-                "to": plan.stages[choice.last].node,
-                "kept": choice.is_kept,
-                "read_bytes": choice.read_bytes,
-                "reason": choice.reason,
-            }
-            for choice in plan.choices
-        ],
+        "components": [_choice(choice, plan.stages) for choice in plan.choices],
         "sum_bytes": sum(item.total_bytes for item in plan.items),
         "predicted_peak_bytes": plan.peak_bytes if refusal is None else None,
         "peak_node": plan.peak_node,
         "predicted_growth_bytes": plan.peak_growth_bytes if refusal is None else None,
         "growth_node": plan.growth_node,
-        "refusal": None
-        if refusal is None
-        else {
-            "component": refusal.name,
-            "node": refusal.node,
-            "need_bytes": refusal.need_bytes,
-            "have_bytes": refusal.have_bytes,
-            "message": refusal.message,
-        },
+        "refusal": None if refusal is None else _refusal(refusal),
         "warnings": list(plan.warnings),
+    }
+
+
+def _choice(choice: Choice, stages: Sequence[Stage]) -> dict[str, Any]:
+    return {
+        "name": choice.item.name,
+        "mode": choice.mode,
+        "bytes": choice.resident_bytes,
+        "held_blocks": choice.num_held,
+        "from": stages[choice.first].node,
+        "read_ahead_at": None if choice.prefetch_at is None else stages[choice.prefetch_at].node,
+        "to": stages[choice.last].node,
+        "kept": choice.is_kept,
+        "read_bytes": choice.read_bytes,
+        "reason": choice.reason,
+    }
+
+
+def _refusal(refusal: Refusal) -> dict[str, Any]:
+    return {
+        "component": refusal.name,
+        "node": refusal.node,
+        "need_bytes": refusal.need_bytes,
+        "have_bytes": refusal.have_bytes,
+        "message": refusal.message,
     }

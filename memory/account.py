@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .ledger import Event, Page
+from .resource import Mode
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,15 @@ class Level:
 
 @dataclass
 class Account:
-    """One component. ``bytes``: the most that was resident; a reload is a load after a release of the same page."""
+    """One component. ``bytes``: the most that was resident; a reload is a load after a release of the same page.
+
+    ``mode``: how it was held last; more parts and another schedule change nothing about it.
+    """
 
     name: str
     levels: list[Level]
     bytes: int = 0
+    mode: Mode = "whole"
     loads: int = 0
     load_seconds: float = 0.0
     reloads: int = 0
@@ -43,9 +48,12 @@ class Account:
         """Add the next event of this component."""
         now = self.levels[-1]
         if event.event == "load_begin":
+            is_streamed = event.reason.partition(":")[0].endswith("streamed")  # before it, which parts; behind it, why
+            if is_streamed or not now.resident:
+                self.mode = "streamed" if is_streamed else "whole"
             self._reach(Level(event.t, now.resident, event.bytes))
         elif event.event == "load_end":
-            self._count_load(event, event.t - now.t)
+            self._count_load(event, event.t - now.t if now.loading else 0.0)  # others fill unasked, and all at once
             self._reach(Level(event.t, now.resident + event.bytes))
         elif event.event == "release":
             self.releases.append(event)

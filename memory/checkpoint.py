@@ -245,6 +245,8 @@ def _what_begins_with(prefix: bytes) -> str:
         return "is a web page, not the weights; download the file again."
     if prefix.startswith((b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         return "is a pickled checkpoint under another name, which is never opened; use a safetensors file."
+    if prefix.isascii() and prefix.decode().replace("\n", " ").isprintable():
+        return "is not a safetensors file but text; choose the file with the weights."
     return f"claims a header of {int.from_bytes(prefix, 'little')} bytes, more than the format allows; download it again."
 
 

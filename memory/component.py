@@ -71,8 +71,9 @@ class Component:
         return frozenset(self._slots_by_part)
 
     def repeated(self) -> Iterator[nn.ModuleList]:
-        """The lists of alike blocks."""
-        return (self.module.get_submodule(name) for name in self.module.REPEATED)  # type: ignore[misc, union-attr]
+        """The lists of alike blocks that this model has."""
+        modules: dict[str, Any] = dict(self.module.named_modules())
+        return (modules[name] for name in self.module.REPEATED if name in modules)  # type: ignore[union-attr]
 
     def nbytes(self, parts: Parts | None = None) -> int:
         """Resident bytes of the parts (default: all of them)."""

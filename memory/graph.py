@@ -35,11 +35,11 @@ class NodeClass:
     takes_turns: bool = False
     is_async: bool = False
 
-    def may_carry(self, slot: int) -> bool:
-        """Whether a resource that comes in may go out by this slot."""
+    def may_carry(self, slot: int, plain: frozenset[str] = PLAIN_TYPES) -> bool:
+        """Whether a resource that comes in may go out by this slot; values of ``plain`` types hold nothing of it."""
         if self.carries is not None:
             return slot in self.carries
-        return slot >= len(self.output_types) or self.output_types[slot] not in PLAIN_TYPES
+        return slot >= len(self.output_types) or self.output_types[slot] not in plain
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,6 @@ def link_of(value: Any) -> Output | None:
         if isinstance(node, str) and type(slot) in (int, float) and slot == slot // 1:  # JSON may spell 0 as 0.0
             return node, int(slot)
     return None
-
-
-def ancestors(nodes: Mapping[str, Node], targets: Iterable[str]) -> set[str]:
-    """The targets and every node that they need, directly or not."""
-    found: set[str] = set()
-    pending = [target for target in targets if target in nodes]
-    while pending:
-        node = pending.pop()
-        if node in found:
-            continue
-        found.add(node)
-        links = (link_of(value) for value in nodes[node].inputs.values())
-        pending += [link[0] for link in links if link is not None and link[0] in nodes]
-    return found
 
 
 class Needed:
@@ -128,10 +114,12 @@ def trails(
     classes: Classes,
     sources: Mapping[Output, Key],
     constants: Mapping[str, Iterable[Key]] | None = None,
+    plain: Callable[[Key], frozenset[str]] = lambda _: PLAIN_TYPES,
 ) -> dict[Key, Trail]:
     """Follow every resource from where it enters the graph.
 
     ``sources``: loader output -> resource. ``constants``: node -> resources that it was given as plain objects (expansions).
+    ``plain``: types that carry nothing of a resource.
     Linear in nodes and links for each resource.
     """
     wiring = _Wiring(nodes, classes)
@@ -142,7 +130,12 @@ def trails(
     for node, keys in (constants or {}).items():
         for key in keys:
             holders[key].append(node)
-    return {key: Trail(wiring.follow(entries[key], holders[key])) for key in {**entries, **holders}}
+    return {key: Trail(wiring.follow(entries[key], holders[key], plain(key))) for key in {**entries, **holders}}
+
+
+def needs_of(nodes: Iterable[str], paths: Mapping[Key, Trail]) -> dict[str, frozenset[Key]]:
+    """The resources that each of the nodes may touch."""
+    return {node: frozenset(key for key, trail in paths.items() if node in trail.consumers) for node in nodes}
 
 
 class _Wiring:
@@ -157,25 +150,25 @@ class _Wiring:
                     self._users[link].append(node)
                     self._used_slots[link[0]].add(link[1])
 
-    def follow(self, outputs: list[Output], holders: list[str]) -> dict[str, Reason]:
+    def follow(self, outputs: list[Output], holders: list[str], plain: frozenset[str]) -> dict[str, Reason]:
         """Nodes that a resource may reach from these outputs, and from nodes that hold it as a constant."""
         reached: dict[str, Reason] = dict.fromkeys(holders, "constant in an expansion")
         pending = list(outputs)
         for node in reached:
-            pending += self._carried_out_of(node)
+            pending += self._carried_out_of(node, plain)
         origins = {node for node, _ in outputs}
         while pending:
             output = pending.pop()
             for user in self._users.get(output, ()):
                 if user not in reached:
                     reached[user] = self._reason(user, output[0] in origins)
-                    pending += self._carried_out_of(user)
+                    pending += self._carried_out_of(user, plain)
         return reached
 
-    def _carried_out_of(self, node: str) -> list[Output]:
+    def _carried_out_of(self, node: str, plain: frozenset[str]) -> list[Output]:
         declared = self._classes.get(node)
         slots = self._used_slots.get(node, ())
-        return [(node, slot) for slot in slots if declared is None or declared.may_carry(slot)]
+        return [(node, slot) for slot in slots if declared is None or declared.may_carry(slot, plain)]
 
     def _reason(self, user: str, is_direct: bool) -> Reason:
         if self._classes.get(user) is None:

@@ -46,7 +46,7 @@ class Item:
     """A resource as a plan sees it.
 
     ``parts``: what the prompt needs of it; ``points``: what it is folded for; ``total_bytes``: all of its parts, whole;
-    ``is_resident``: nothing of it has to be read.
+    ``is_resident``: nothing of it has to be read. ``leaves``: it goes after each use that no other use follows at once.
     """
 
     key: Key
@@ -56,6 +56,7 @@ class Item:
     points: tuple[float, ...] = ()
     parts: Parts = frozenset()
     is_resident: bool = False
+    leaves: bool = False
 
     @property
     def whole(self) -> Cost:
@@ -147,16 +148,25 @@ def make_plan(
     if refusal is not None:
         return Plan(tuple(stages), (), 0, None, refusal, items=tuple(items))
     choices = draft.kept(policy)
-    peak, growth = draft.peak(choices), draft.growth(choices)
-    choices = draft.prefetched(choices)
-    warnings = () if policy != "keep" or all(c.is_kept for c in choices) else ("Not everything that should be kept fits.",)
-    return Plan(tuple(stages), tuple(choices), *peak, None, warnings, tuple(items), *growth)
+    peak_bytes, peak_node = draft.peak(choices)
+    growth_bytes, growth_node = draft.growth(choices)
+    is_short = policy == "keep" and not all(choice.is_kept for choice in choices)
+    return Plan(
+        tuple(stages),
+        tuple(draft.prefetched(choices)),
+        peak_bytes,
+        peak_node,
+        warnings=("Not everything that should be kept fits.",) if is_short else (),
+        items=tuple(items),
+        peak_growth_bytes=growth_bytes,
+        growth_node=growth_node,
+    )
 
 
-def _limits(stages: Sequence[Stage], room: int | None, budget: int | None) -> list[int | None]:
-    """Bytes for weights at each stage."""
-    caps = [None if room is None else room - stage.bytes_beside_weights for stage in stages]
-    return [budget if cap is None else cap if budget is None else min(cap, budget) for cap in caps]
+def _limit(stage: Stage, room: int | None, budget: int | None) -> int | None:
+    """Bytes for weights at a stage; None for no limit."""
+    bounds = [budget, None if room is None else room - stage.bytes_beside_weights]
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 class _Draft:
@@ -168,9 +178,12 @@ class _Draft:
         self._stages = stages
         self._room = room
         self._budget = budget
-        self._limits = _limits(stages, room, budget)
+        self._limits = [_limit(stage, room, budget) for stage in stages]
         self._streams_single_passes = streams_single_passes
-        used = [item for item in items if any(self._uses(item))]
+        self._users = {
+            item.key: [n for n, s in enumerate(stages) if any(use.key == item.key for use in s.uses)] for item in items
+        }
+        used = [item for item in items if self._users[item.key]]
         self._items = sorted(used, key=lambda item: self._interval(item)[0])
 
     def refusal(self) -> Refusal | None:
@@ -178,7 +191,7 @@ class _Draft:
         choices = [self._smallest(item) for item in self._items]
         misfits = []
         for number, limit in enumerate(self._limits):
-            need = self._total(number, choices)
+            need = self._least(number, choices)
             if limit is not None and (limit <= 0 or need > limit):
                 misfits.append((need - limit, number, need))
         if not misfits:
@@ -224,7 +237,7 @@ class _Draft:
         result = [*choices]
         ceilings = self._ceilings(choices)
         for place, choice in enumerate(choices):
-            if choice.mode == "streamed" or choice.item.is_resident:
+            if choice.mode == "streamed" or choice.item.is_resident or choice.item.leaves:
                 continue
             earliest = max((other.first for other in choices if other.first < choice.first), default=choice.first)
             for begin in range(choice.first - 1, earliest - 1, -1):
@@ -279,7 +292,7 @@ class _Draft:
 
     def _chosen(self, item: Item, mode: Mode, cost: Cost, num_held: int = 0, reason: str = "", is_kept: bool = False) -> Choice:
         first, last = self._interval(item)
-        read = cost.read_bytes(self._passes(item))
+        read = cost.read_bytes(self._passes(item)) * (1 if is_kept else self._num_stays(item))
         return Choice(item, mode, cost.resident, cost.transient, first, last, read, num_held, is_kept, reason)
 
     def _fits(self, choices: Sequence[Choice]) -> bool:
@@ -290,9 +303,15 @@ class _Draft:
         stages = range(choice.first, choice.last + 1)
         return min((limit - self._total(n, choices) for n in stages if (limit := self._limits[n]) is not None), default=0)
 
+    def _least(self, number: int, choices: Sequence[Choice]) -> int:
+        """Weights that a stage cannot do without: what leaves may be in memory one by one, if the stage uses it at all."""
+        leaving = [choice for choice in choices if choice.item.leaves and self._is_live(choice, number)]
+        largest = sorted(leaving, key=lambda choice: choice.resident_bytes)[-1:]
+        return self._total(number, [*(choice for choice in choices if not choice.item.leaves), *largest])
+
     def _total(self, number: int, choices: Sequence[Choice]) -> int:
         """Weights at a stage, with what fills take on top: one after the other, but for those that are read ahead."""
-        live = [choice for choice in choices if choice.is_kept or choice.begin <= number <= choice.last]
+        live = [choice for choice in choices if self._is_live(choice, number)]
         filling = [choice for choice in live if choice.begin <= number <= choice.first]
         in_turn = [choice.transient_bytes for choice in filling if choice.prefetch_at is None]
         beside = [choice.transient_bytes for choice in filling if choice.prefetch_at is not None]
@@ -308,8 +327,18 @@ class _Draft:
         return sum(use.passes for use in self._uses(item))
 
     def _interval(self, item: Item) -> tuple[int, int]:
-        stages = [n for n, stage in enumerate(self._stages) if any(use.key == item.key for use in stage.uses)]
-        return stages[0], stages[-1]
+        users = self._users[item.key]
+        return users[0], users[-1]
+
+    def _num_stays(self, item: Item) -> int:
+        """How often it comes into memory."""
+        users = self._users[item.key]
+        return sum(number - 1 not in users for number in users) if item.leaves else 1
+
+    def _is_live(self, choice: Choice, number: int) -> bool:
+        """Whether it is in memory at a stage."""
+        is_between = choice.item.leaves and number not in self._users[choice.item.key]
+        return choice.is_kept or (choice.begin <= number <= choice.last and not is_between)
 
     def _refused(self, number: int, need: int, choices: Sequence[Choice]) -> Refusal:
         stage, limit = self._stages[number], self._limits[number] or 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -24,7 +24,7 @@ class Identity:
 
     def is_sibling_of(self, other: Identity) -> bool:
         """Another way to hold the same files."""
-        return self.files == other.files and self != other
+        return bool(self.files) and self.files == other.files and self != other
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,11 @@ class Cost:
     num_blocks: int = 0
     ring_blocks: int = 0
     read: int | None = None
+
+    @property
+    def peak(self) -> int:
+        """What filling takes at its highest."""
+        return self.resident + self.transient
 
     def num_held(self, spare: int) -> int:
         """How many blocks can be held in this many bytes more."""
@@ -71,6 +76,22 @@ class Cost:
     @property
     def _filling_reads(self) -> int:
         return self.resident if self.read is None else self.read
+
+
+def is_hosted(resource: Resource) -> bool:
+    """Whether the host lists the resource among its own models, makes room for it, and says when it is to be filled."""
+    return getattr(resource, "is_hosted", False)
+
+
+def origins_of(resource: Resource) -> tuple[Hashable, ...]:
+    """Keys under which the resource may enter the graph: its identity, unless it names others."""
+    origins: tuple[Hashable, ...] = getattr(resource, "origins", (resource.identity,))
+    return origins
+
+
+def is_pinned_by_users(resource: Resource) -> bool:
+    """Whether those who use it pin it; others are pinned by the session while a node runs that may use them."""
+    return getattr(resource, "is_pinned_by_users", True)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .graph import ANY, Key, Node, NodeClass, Output, Trail, trails
-from .resource import Resource
+from .graph import ANY, PLAIN_TYPES, Key, Node, NodeClass, Output, Trail, needs_of, trails
+from .resource import Resource, is_hosted, is_pinned_by_users, origins_of
 from .store import Store
 from .turns import Turnstile, grouped_order
 
@@ -18,11 +18,12 @@ log = logging.getLogger("lazy_h3")
 
 @dataclass(frozen=True)
 class GraphView:
-    """The prompt as it is now. ``version`` changes whenever an expansion adds nodes."""
+    """The prompt as it is now. ``version`` changes whenever an expansion adds nodes; ``plain``: see ``graph.trails``."""
 
     version: Any
     nodes: Mapping[str, Node]
     constants: Mapping[str, Iterable[Key]]
+    plain: Callable[[Key], frozenset[str]] = lambda _: PLAIN_TYPES
 
 
 class Prompt(Protocol):
@@ -103,6 +104,7 @@ class Session:
         for key, trail in self._trails.items():
             if node in trail.consumers:
                 self._left[key].append(node)
+        self._pin_for(node)
         if self._turnstile is not None:
             self._turnstile.note_start()
         if is_first:
@@ -125,9 +127,21 @@ class Session:
         self._refresh()
         may_run = self.prompt.may_run()
         for resource in candidates:
-            if not any(self._has_users(key, may_run) for key in (resource.identity, ANY)):
-                is_wired = bool(self._trails.keys() & {resource.identity, ANY})
+            keys = (*origins_of(resource), ANY)
+            if not any(self._has_users(key, may_run) for key in keys):
+                is_wired = bool(self._trails.keys() & set(keys))
                 self._release(resource, f"node {node} was its last user" if is_wired else "no node of this prompt uses it")
+
+    @_contained
+    def about_to_fill(self, resource: Resource, nbytes: int) -> None:
+        """Hosted resources that wait for their next user make room: they cost no more to read again than they save now.
+
+        Others stay from their first user to their last, as the plan has it.
+        """
+        for other in self.store.resident():
+            is_small = is_hosted(other) and other is not resource and other.live_bytes() <= nbytes
+            if is_small and not self.store.is_pinned(other) and self._why_kept(other) is None:
+                self.store.release(other, f"room for {resource.name}, until its next user")
 
     @_contained
     def end(self) -> None:
@@ -153,6 +167,13 @@ class Session:
         while left and (left[-1] in self.finished or left[-1] not in may_run):
             left.pop()
         return bool(left)
+
+    def _pin_for(self, node: str) -> None:
+        """What its users do not pin themselves is in use while a node runs that may use it."""
+        for resource in (status.resource for status in self.store.statuses()):
+            trails = (self._trails[key] for key in origins_of(resource) if key in self._trails)
+            if not is_pinned_by_users(resource) and any(node in trail.consumers for trail in trails):
+                self.store.pin(resource, ("node", self.prompt_id, node))
 
     def _earlier(self, node: str) -> Iterator[str]:
         """Heavy nodes that should run before ``node`` and still may, the last first. An analysis that fails lets everybody go."""
@@ -195,16 +216,13 @@ class Session:
         view = self.prompt.view()
         declared = {node: self.prompt.classes(spec.class_type) for node, spec in view.nodes.items()}
         self._sources = self.prompt.sources(view.nodes)
-        self._trails = trails(view.nodes, self.prompt.classes, self._sources, view.constants)
+        self._trails = trails(view.nodes, self.prompt.classes, self._sources, view.constants, view.plain)
         self._left = {key: list(trail.consumers) for key, trail in self._trails.items()}
         self._sync = {node for node, cls in declared.items() if cls is not None and not cls.is_async}
-        self._order = grouped_order(view.nodes, self._needs(node for node, cls in declared.items() if cls and cls.takes_turns))
+        heavy = (node for node, cls in declared.items() if cls is not None and cls.takes_turns)
+        self._order = grouped_order(view.nodes, needs_of(heavy, self._trails))
         self._place = {node: place for place, node in enumerate(self._order)}
         self._version = view.version
-
-    def _needs(self, heavy: Iterable[str]) -> dict[str, frozenset[Key]]:
-        """What each heavy node uses."""
-        return {node: frozenset(key for key, trail in self._trails.items() if node in trail.consumers) for node in heavy}
 
     def _loader_runs(self, key: Key, may_run: Container[str]) -> bool:
         return any(node in may_run for (node, _), source in self._sources.items() if source == key)

@@ -15,9 +15,11 @@ class LivingStorages:
         self._known: list[tuple[StorageWeakRef, int]] = []
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        new = [(StorageWeakRef(s), s.nbytes()) for s in storages]  # type: ignore[no-untyped-call]
-        self._known = [*self._living(), *new]
+        """Storages that are known already count once."""
+        known = dict(self._living())
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            known.setdefault(StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
+        self._known = [*known.items()]
 
     def __len__(self) -> int:
         return len(self._living())

@@ -1,7 +1,7 @@
-"""The process-wide table of resources: who is resident, who is in use, and who must go.
+"""The process-wide store of resources: fills what is used, reads ahead, and decides who must go.
 
-One resource per identity. States: absent -> filling -> resident -> dropping -> absent, per resource, under one lock; reading
-happens outside it. A resource in use (pinned) is never dropped: releasing it then means "when the last pin is gone".
+States: absent -> filling -> resident -> dropping -> absent, per resource, under one lock; reading happens outside it. A resource
+in use (pinned) is never dropped: releasing it then means "when the last pin is gone".
 """
 
 from __future__ import annotations
@@ -13,22 +13,18 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
-
-import torch
+from typing import NamedTuple, NoReturn
 
 from . import device as devices
 from .frames import forget_locals
 from .ledger import Ledger
 from .resource import Cost, FillRequest, Foldable, Hints, Identity, Mode, Parts, Resource
+from .table import Entry, Owner, Table
 from .units import shown_bytes
 
 log = logging.getLogger("lazy_h3")
 
-State = Literal["absent", "filling", "resident", "dropping"]
-Owner = tuple[Any, ...]  # ("use", id) or ("node", prompt, node)
 OnFill = Callable[[Resource, int, int], None]  # (resource, bytes done, bytes in all); may raise to cancel
 NO_HINTS = Hints()
 WAIT_SECONDS = 0.1
@@ -57,93 +53,36 @@ class _Step(NamedTuple):
 
 
 class MemoryRefused(RuntimeError):
-    """A resource does not fit. Raised before a byte of it is read. ``message`` takes the place of the sentence made here."""
+    """A resource does not fit. Raised before a byte of it is read."""
 
-    def __init__(self, component: str, need_bytes: int, have_bytes: int, remedy: str, message: str | None = None) -> None:
-        need, have = shown_bytes(need_bytes), shown_bytes(have_bytes)
-        super().__init__(message or f"{component} needs {need} of memory and {have} are available; {remedy}")
+    def __init__(self, component: str, need_bytes: int, have_bytes: int, message: str) -> None:
+        super().__init__(message)
         self.component = component
         self.need_bytes = need_bytes
         self.have_bytes = have_bytes
 
 
-@dataclass(frozen=True)
-class Status:
-    """One resource at one moment. ``is_leaving``: it is to be released as soon as nothing holds it up."""
+class Store(Table):
+    """The table of all resources, and everything that changes it.
 
-    resource: Resource
-    state: State
-    is_pinned: bool
-    is_leaving: bool
-
-
-@dataclass
-class _Entry:
-    resource: Resource
-    state: State = "absent"
-    pins: Counter[Owner] = field(default_factory=Counter)
-    release_reason: str | None = None  # wanted, but pinned or filling
-    is_release_forced: bool = False
-    reserved: int = 0  # bytes that the fill under way may take, on top of ``before_fill``
-    before_fill: int = 0
-    last_use: float = 0.0
-    known_edit: str | None = None  # a change by hand that was warned of
-    reader: threading.Thread | None = None  # has read it, or still reads it, for a user who is still to come
-    progress: tuple[int, int] = (0, 1)  # of that thread: bytes done and in all
-
-    @property
-    def is_busy(self) -> bool:
-        return self.state in ("filling", "dropping")
-
-    @property
-    def is_ahead(self) -> bool:
-        return self.reader is not None
-
-    @property
-    def is_being_prefetched(self) -> bool:
-        return self.is_ahead and self.state == "filling" and not self.pins
-
-    @property
-    def is_unwanted(self) -> bool:
-        return self.release_reason is not None and not self.pins
-
-    @property
-    def held_bytes(self) -> int:
-        """What is alive, or will be at most when the fill under way is done."""
-        return max(self.resource.live_bytes(), self.before_fill + self.reserved)
-
-    def ask_for_release(self, reason: str, force: bool) -> None:
-        """Remember what cannot be done yet."""
-        self.release_reason = reason
-        self.is_release_forced |= force
-
-
-class Store:
-    """All resources of the process.
-
-    ``budget``: cap on weight bytes per pool, None for what the machine has. ``pretended_total``: the size of the pool in tests
-    and what-if runs. ``on_use(resource)`` observers run when a resource is about to be used, ``on_ready`` when it is filled for
-    that; ``on_fill`` observers see progress and may raise to cancel; ``on_change(resource, is_resident)`` follow fills and drops;
-    ``before_fill(resource, bytes)`` may ask others to make room.
+    ``on_use(resource)`` observers run when a resource is about to be used, ``on_ready`` when it is filled for that; ``on_fill``
+    observers see progress and may raise to cancel; ``on_change(resource, is_resident)`` follow fills and drops;
+    ``before_fill(resource, bytes)`` may ask others to make room; ``on_settle`` may look at what others have filled or dropped.
     """
 
     def __init__(self, ledger: Ledger | None = None, budget: int | None = None, pretended_total: int | None = None) -> None:
+        super().__init__(budget, pretended_total)
         self.ledger = ledger or Ledger()
         self.ledger.measure = self.live_bytes
-        self.budget = budget
-        self.pretended_total = pretended_total
         self.decide: Callable[[Resource, Parts, Hints], Decision | None] = lambda *_: None  # the plan's word on mode and grant
         self.on_use: list[Callable[[Resource], None]] = []
         self.on_ready: list[Callable[[Resource], None]] = []
         self.on_fill: list[OnFill] = []
         self.on_change: list[Callable[[Resource, bool], None]] = []
         self.before_fill: list[Callable[[Resource, int], None]] = []
+        self.on_settle: list[Callable[[], None]] = []
         self.last_refusal: MemoryRefused | None = None
-        self._known: weakref.WeakValueDictionary[Identity, Resource] = weakref.WeakValueDictionary()
-        self._entries: dict[Identity, _Entry] = {}  # strong references: what is pinned or not absent
-        self._departed: dict[Identity, _Entry] = {}  # gone on a thread that must not tell
-        self._haunted: list[Resource] = []  # dropped, but somebody else still holds weights
-        self._lock = threading.RLock()
+        self._departed: dict[Identity, Entry] = {}  # gone on a thread that must not tell
         self._changed = threading.Condition(self._lock)
 
     def add(self, resource: Resource) -> Resource:
@@ -153,10 +92,6 @@ class Store:
         if known is resource and hasattr(resource, "acquire"):
             resource.acquire = partial(_use_weakly, weakref.ref(self), weakref.ref(resource))
         return known
-
-    def find(self, identity: Identity) -> Resource | None:
-        """The known resource of this identity."""
-        return self._known.get(identity)
 
     @contextmanager
     def use(
@@ -194,7 +129,7 @@ class Store:
         """
         resource = self.add(resource)
         cost = resource.costs(parts, points)["whole"]
-        entry = _Entry(resource, "filling", reserved=cost.resident + cost.transient, progress=(0, cost.resident))
+        entry = Entry(resource, "filling", reserved=cost.peak, progress=(0, cost.resident))
         request = FillRequest(parts, points=points, on_bytes=partial(self._note_prefetch, entry))
         context = contextvars.copy_context()  # so that the ledger knows the node
         work = partial(context.run, self._read_ahead, entry, request, cost.resident)
@@ -246,12 +181,14 @@ class Store:
 
     def settle(self) -> None:
         """Drop what was to be released later and is in use by nobody; tell of what was to be read ahead and was not."""
+        for look in self.on_settle:
+            look()
         with self._lock:
             for entry in list(self._entries.values()):
                 if entry.is_unwanted:
                     self._release_as_asked(entry)
             for identity, entry in list(self._departed.items()):
-                state = self._status(entry.resource).state
+                state = self._entry(entry.resource).state
                 if state == "filling":
                     continue  # by its user, who may yet fail
                 del self._departed[identity]
@@ -271,16 +208,45 @@ class Store:
                     entry.pins[owner] = 1
                     self._unpin(entry, owner)
 
+    def hold(self, resource: Resource, owner: Owner) -> None:
+        """Pin the resource and fill it; it stays pinned until ``unpin_node``. For hosts that say when they begin with a resource,
+        but not when they are done with it. Raises as ``use`` does.
+        """
+        resource = self.add(resource)
+        for observer in self.on_use:
+            observer(resource)
+        entry = self._pin(resource, owner)
+        try:
+            self._ensure_filled(entry, resource.parts, NO_HINTS)
+        except BaseException as error:
+            forget_locals(error)
+            self._unpin(entry, owner)
+            raise
+
+    def pin(self, resource: Resource, owner: Owner) -> None:
+        """Keep the resource, if somebody else fills it, until ``unpin_node``."""
+        self._pin(self.add(resource), owner)
+
     @contextmanager
     def filling(self, resource: Resource, nbytes: int) -> Iterator[None]:
         """Somebody else fills the resource inside this block; reserves ``nbytes`` first (MemoryRefused if they do not fit)."""
         resource = self.add(resource)
         with self._changed:
-            while self._is_in_the_way(resource, nbytes):
+            while self._must_clear_the_way(resource, nbytes):
                 self._changed.wait(WAIT_SECONDS)
             entry = self._begin_fill(resource, Cost(nbytes))
         with self._fill_recorded(entry, nbytes):
             yield
+
+    def filled(self, resource: Resource, reason: str) -> None:
+        """Somebody else has filled the resource, unasked."""
+        with self._lock:
+            entry = self._entries.setdefault(resource.identity, Entry(self.add(resource)))
+            if entry.state != "absent":
+                return
+            entry.state, entry.last_use = "resident", self.ledger.now()
+            self._tell(entry, True)
+            self.ledger.record("load_end", resource.name, resource.live_bytes(), reason)
 
     def dropped(self, resource: Resource, reason: str) -> None:
         """Somebody else has dropped the resource."""
@@ -291,41 +257,16 @@ class Store:
             self._forget(entry)
             self.ledger.record("release", resource.name, 0, reason)
 
-    def resident(self) -> list[Resource]:
-        """Resources that hold weights now, or are being filled."""
+    def _pin(self, resource: Resource, owner: Owner) -> Entry:
         with self._lock:
-            return [e.resource for e in self._entries.values() if e.state != "absent"]
-
-    def statuses(self) -> list[Status]:
-        """All known resources as they are now, in the order in which they became known."""
-        with self._lock:
-            return [self._status(resource) for resource in list(self._known.values())]
-
-    def is_pinned(self, resource: Resource) -> bool:
-        with self._lock:
-            entry = self._entries.get(resource.identity)
-            return entry is not None and bool(entry.pins)
-
-    def live_bytes(self) -> int:
-        """Bytes of all weights that are alive, also of those that only somebody else still holds."""
-        with self._lock:
-            self._haunted = [resource for resource in self._haunted if resource.live_bytes()]
-            return sum(resource.live_bytes() for resource in list(self._known.values()))
-
-    def _status(self, resource: Resource) -> Status:
-        entry = self._entries.get(resource.identity) or _Entry(resource)
-        return Status(resource, entry.state, bool(entry.pins), entry.release_reason is not None)
-
-    def _pin(self, resource: Resource, owner: Owner) -> _Entry:
-        with self._lock:
-            entry = self._entries.setdefault(resource.identity, _Entry(resource))
+            entry = self._entries.setdefault(resource.identity, Entry(resource))
             entry.pins[owner] += 1
             entry.last_use = self.ledger.now()
             if entry.pins.total() == 1:
                 self.ledger.record("pin", resource.name, resource.live_bytes())
             return entry
 
-    def _unpin(self, entry: _Entry, owner: Owner) -> None:
+    def _unpin(self, entry: Entry, owner: Owner) -> None:
         with self._lock:
             if owner not in entry.pins:
                 return  # unpin_node was here before
@@ -339,7 +280,7 @@ class Store:
             else:
                 self._release_as_asked(entry)
 
-    def _ensure_filled(self, entry: _Entry, parts: Parts, hints: Hints) -> None:
+    def _ensure_filled(self, entry: Entry, parts: Parts, hints: Hints) -> None:
         while True:
             self._await(entry)
             with self._changed:
@@ -350,7 +291,7 @@ class Store:
                 step = self._next_step(entry, parts, hints)
                 if step is None:
                     return
-                if self._is_in_the_way(entry.resource, step.cost.resident + step.cost.transient):
+                if self._must_clear_the_way(entry.resource, step.cost.peak):
                     self._changed.wait(WAIT_SECONDS)
                     continue
                 entry = self._begin_fill(entry.resource, step.cost)
@@ -359,7 +300,7 @@ class Store:
             if step.is_last:
                 return
 
-    def _await(self, entry: _Entry) -> None:
+    def _await(self, entry: Entry) -> None:
         """Until nobody fills or drops the resource; shows how far it is where it is being read ahead. Without the lock."""
         while entry.is_busy:
             if entry.is_ahead:
@@ -368,14 +309,14 @@ class Store:
                 if entry.is_busy:
                     self._changed.wait(WAIT_SECONDS)
 
-    def _arrive(self, entry: _Entry) -> None:
+    def _arrive(self, entry: Entry) -> None:
         """The user has come: what was read ahead for it is like everything else from here on."""
         if entry.is_ahead:
             entry.reader = None
             if entry.state == "resident":
                 self._tell(entry, True)  # again: whoever heard of it first may have let it go meanwhile
 
-    def _next_step(self, entry: _Entry, parts: Parts, hints: Hints) -> _Step | None:
+    def _next_step(self, entry: Entry, parts: Parts, hints: Hints) -> _Step | None:
         """What has to be done for these parts; None if they are there."""
         resource = entry.resource
         refold = self._refold_cost(entry, hints.points)
@@ -392,7 +333,7 @@ class Store:
         what = f"{', '.join(sorted(missing))} {mode}" if missing != resource.parts else mode
         return _Step(cost, f"{what}: {reason}" if reason else what, partial(resource.fill, request))
 
-    def _reserve_ahead(self, entry: _Entry, beside: int) -> bool:
+    def _reserve_ahead(self, entry: Entry, beside: int) -> bool:
         """Enter the resource into the table if there is room for it, and neither it nor a sibling is there."""
         identity = entry.resource.identity
         with self._lock:
@@ -402,7 +343,7 @@ class Store:
             self._entries[identity] = entry
             return True
 
-    def _read_ahead(self, entry: _Entry, request: FillRequest, nbytes: int) -> None:
+    def _read_ahead(self, entry: Entry, request: FillRequest, nbytes: int) -> None:
         name = entry.resource.name
         try:
             with self._fill_recorded(entry, nbytes, "ahead of its first user"):
@@ -412,14 +353,14 @@ class Store:
         except Exception as error:
             log.info("%s: reading it ahead failed (%s); it is read when it is needed.", name, error)
 
-    def _note_prefetch(self, entry: _Entry, done: int, total: int) -> None:
+    def _note_prefetch(self, entry: Entry, done: int, total: int) -> None:
         entry.progress = done, total
         self.ledger.sample()
         if entry.is_unwanted:
             raise Unwanted(entry.release_reason)
 
-    def _is_in_the_way(self, resource: Resource, need: int) -> bool:
-        """Whether something that is being read ahead has to go before a fill; it is asked to."""
+    def _must_clear_the_way(self, resource: Resource, need: int) -> bool:
+        """Ask what is being read ahead to go where a fill needs its room or its files; whether there is such a thing."""
         running = self._being_prefetched(resource)
         if need <= self._room(resource.device):
             running = [entry for entry in running if entry.resource.identity.is_sibling_of(resource.identity)]
@@ -427,12 +368,7 @@ class Store:
             entry.ask_for_release(f"room for {resource.name}", force=True)
         return bool(running)
 
-    def _being_prefetched(self, resource: Resource) -> list[_Entry]:
-        """What takes room of the resource's pool ahead of its own user."""
-        running = [entry for entry in self._entries.values() if entry.is_being_prefetched]
-        return [e for e in running if e.resource.device == resource.device and e.resource is not resource]
-
-    def _refold_cost(self, entry: _Entry, points: tuple[float, ...]) -> Cost | None:
+    def _refold_cost(self, entry: Entry, points: tuple[float, ...]) -> Cost | None:
         """What it takes to fold a resident resource for other points; None if there is nothing to do.
 
         Where folding does not pay for them, the resource is dropped, to be filled as they need it; if somebody else is using
@@ -451,8 +387,7 @@ class Store:
         try:
             planned = self.decide(resource, parts, hints)
         except MemoryRefused as refused:
-            self.ledger.record("refuse", refused.component, refused.need_bytes, f"{refused.have_bytes} bytes available")
-            self.last_refusal = MemoryRefused(refused.component, refused.need_bytes, refused.have_bytes, "", str(refused))
+            self._remember(refused)
             raise
         if planned is not None and planned.mode in resource.costs(parts, planned.points):
             return planned
@@ -460,7 +395,7 @@ class Store:
         able_to_go = [*self._rivals(resource), *self._being_prefetched(resource)]
         room = self._room(resource.device) + sum(entry.held_bytes for entry in able_to_go)
         whole, streamed = costs["whole"], costs.get("streamed")
-        if streamed is None or whole.resident + whole.transient <= room:
+        if streamed is None or whole.peak <= room:
             return Decision("whole", points=hints.points)
         return Decision("streamed", room - streamed.transient, hints.points, "it does not fit whole")
 
@@ -469,21 +404,21 @@ class Store:
         for observer in self.on_fill:
             observer(resource, done, total)
 
-    def _begin_fill(self, resource: Resource, cost: Cost) -> _Entry:
+    def _begin_fill(self, resource: Resource, cost: Cost) -> Entry:
         """Make room, reserve, and enter the state "filling"."""
-        need = cost.resident + cost.transient
+        need = cost.peak
         for ask in self.before_fill:
             ask(resource, need)
         with self._lock:
             self._release_siblings(resource)
             self._make_room(resource, need)
-            entry = self._entries.setdefault(resource.identity, _Entry(resource))
+            entry = self._entries.setdefault(resource.identity, Entry(resource))
             entry.before_fill, entry.reserved = resource.live_bytes(), need
             entry.state, entry.reader = "filling", None
         return entry
 
     @contextmanager
-    def _fill_recorded(self, entry: _Entry, nbytes: int, what: str = "") -> Iterator[None]:
+    def _fill_recorded(self, entry: Entry, nbytes: int, what: str = "") -> Iterator[None]:
         began = self.ledger.now()
         try:
             self.ledger.record("load_begin", entry.resource.name, nbytes, what)
@@ -498,10 +433,9 @@ class Store:
         devices.trim()  # staging buffers
         self._end_fill(entry)
         self.ledger.record("load_end", entry.resource.name, nbytes)
-        seconds = max(self.ledger.now() - began, 1e-9)
-        log.info("%s: loaded %s in %.1f s", entry.resource.name, shown_bytes(nbytes), seconds)
+        log.info("%s: loaded %s in %.1f s", entry.resource.name, shown_bytes(nbytes), self.ledger.now() - began)
 
-    def _end_fill(self, entry: _Entry) -> None:
+    def _end_fill(self, entry: Entry) -> None:
         with self._changed:
             entry.before_fill = entry.reserved = 0
             entry.state = "resident"
@@ -514,7 +448,7 @@ class Store:
             if entry.is_unwanted:
                 self._release_as_asked(entry)
 
-    def _tell(self, entry: _Entry, is_resident: bool) -> None:
+    def _tell(self, entry: Entry, is_resident: bool) -> None:
         """Tell the observers of changes, who may touch the host's models: not on a thread that reads ahead."""
         with self._lock:
             if threading.current_thread() is entry.reader:
@@ -523,7 +457,7 @@ class Store:
             for observer in self.on_change:
                 observer(entry.resource, is_resident)
 
-    def _forget(self, entry: _Entry) -> None:
+    def _forget(self, entry: Entry) -> None:
         """The resource is absent, so a release has nothing left to do; who has it pinned may fill it again."""
         entry.state = "absent"
         entry.release_reason = entry.known_edit = None
@@ -532,7 +466,7 @@ class Store:
             self._entries.pop(entry.resource.identity, None)
         self._changed.notify_all()
 
-    def _release_as_asked(self, entry: _Entry) -> None:
+    def _release_as_asked(self, entry: Entry) -> None:
         """Do what ``release`` could not do yet."""
         if entry.release_reason is not None and entry.state == "resident":
             self._drop(entry, entry.release_reason, entry.is_release_forced)
@@ -550,38 +484,20 @@ class Store:
                 self._refuse(resource, need)
             self._drop(victims.pop(0), f"room for {resource.name}", force=True)
 
-    def _refuse(self, resource: Resource, need: int) -> None:
-        have = self._room(resource.device)
+    def _refuse(self, resource: Resource, need: int) -> NoReturn:
         limits = self._limits(resource.device)
         remedy = min(limits, key=limits.__getitem__)
-        self.ledger.record("refuse", resource.name, need, f"{have} bytes available")
-        self.last_refusal = MemoryRefused(resource.name, need, have, remedy)
-        raise MemoryRefused(resource.name, need, have, remedy)  # another: a raised one holds the frames it went through
+        have = max(0, limits[remedy])
+        message = f"{resource.name} needs {shown_bytes(need)} of memory and {shown_bytes(have)} are available; {remedy}"
+        raise self._remember(MemoryRefused(resource.name, need, have, message))
 
-    def _room(self, device: torch.device, beside: int = 0) -> int:
-        """Bytes that weights on ``device`` may still take if ``beside`` of the pool go to something else."""
-        return max(0, min(self._limits(device, beside).values()))
+    def _remember(self, refused: MemoryRefused) -> MemoryRefused:
+        """The refusal itself, to be raised. What is kept of it is a copy: a raised one holds the frames it went through."""
+        self.ledger.record("refuse", refused.component, refused.need_bytes, f"{refused.have_bytes} bytes available")
+        self.last_refusal = MemoryRefused(refused.component, refused.need_bytes, refused.have_bytes, str(refused))
+        return refused
 
-    def _limits(self, device: torch.device, beside: int = 0) -> dict[str, int]:
-        """What there is room for by each bound, under the words that say how to move it.
-
-        What other fills have reserved counts as taken from the pool until they end: their pages come one by one.
-        """
-        pool = [e for e in self._entries.values() if e.resource.device == device]
-        free = devices.pool_status(device, self.pretended_total).available - sum(e.reserved for e in pool) - beside
-        limits = {"close other programs or use smaller files.": free}
-        if self.budget is not None:
-            alive = {r.identity: r.live_bytes() for r in list(self._known.values()) if r.device == device}  # strays as well
-            alive |= {e.resource.identity: e.held_bytes for e in pool}
-            limits["raise the budget or use smaller files."] = self.budget - sum(alive.values())
-        return limits
-
-    def _rivals(self, resource: Resource) -> list[_Entry]:
-        """What is resident on the same device, in use by nobody, and not ``resource``."""
-        unpinned = [e for e in self._entries.values() if e.state == "resident" and not e.pins]
-        return [e for e in unpinned if e.resource.device == resource.device and e.resource is not resource]
-
-    def _drop(self, entry: _Entry, reason: str, force: bool) -> None:
+    def _drop(self, entry: Entry, reason: str, force: bool) -> None:
         resource = entry.resource
         edit = resource.dirty()
         if edit is not None and not self._may_lose_edit(entry, edit, force):
@@ -594,11 +510,7 @@ class Store:
             entry.state = "resident"
             log.exception("%s: could not be dropped and stays resident.", resource.name)
             return
-        devices.trim()
-        left = resource.live_bytes()
-        if left:
-            devices.collect_and_trim()
-            left = resource.live_bytes()
+        left = _bytes_left(resource)
         self._forget(entry)
         self._tell(entry, False)
         self.ledger.record("release", resource.name, nbytes - left, reason)
@@ -611,7 +523,7 @@ class Store:
                 shown_bytes(left),
             )
 
-    def _may_lose_edit(self, entry: _Entry, edit: str, force: bool) -> bool:
+    def _may_lose_edit(self, entry: Entry, edit: str, force: bool) -> bool:
         """Weights that were changed by hand are kept rather than silently read anew; ``force`` loses them, loudly."""
         name = entry.resource.name
         entry.release_reason = None
@@ -626,6 +538,14 @@ class Store:
         )
         self.ledger.record("keep", name, entry.resource.live_bytes(), f"changed by hand: {edit}")
         return False
+
+
+def _bytes_left(resource: Resource) -> int:
+    """What is alive after a drop, when cycles of references that held weights have gone, too."""
+    devices.trim()
+    if resource.live_bytes():
+        devices.collect_and_trim()
+    return resource.live_bytes()
 
 
 @contextmanager

@@ -53,9 +53,8 @@ class BlockList:
 
 
 class BlockStream:
-    """The blocks of one module list, streamed.
+    """The blocks of one module list, streamed. The first ``num_held`` stay.
 
-    The first ``num_held`` blocks stay.
     ``num_passes``: how often the list will be run through; None for unknown, then reading always goes on around.
     ``prefetch=False`` reads each block only when it is needed.
     """
@@ -217,7 +216,14 @@ class StreamedFill:
         rings = sum(RING_SLOTS * found.block_bytes for found in self._lists)
         reread = sum(len(found.blocks) * found.block_bytes for found in self._lists)
         main = self._lists[0]
-        return Cost(rest + rings, 0, reread, main.block_bytes, len(main.blocks), RING_SLOTS, read=rest)
+        return Cost(
+            rest + rings,
+            reread_per_pass=reread,
+            block_bytes=main.block_bytes,
+            num_blocks=len(main.blocks),
+            ring_blocks=RING_SLOTS,
+            read=rest,
+        )
 
     def staying(self, grant: int | None) -> list[Slot]:
         """Slots that are read now and stay; within ``grant`` bytes as many blocks of the largest list as fit."""

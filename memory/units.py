@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # as memory is counted, also without "iB"
+UNITS = {"": 1, "B": 1, **BINARY, **{f"{unit}IB": size for unit, size in BINARY.items()}, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def parsed_bytes(text: str) -> int:

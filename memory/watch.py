@@ -7,6 +7,7 @@ chunk of a file, or block of a model.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -14,13 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .component import Component
 from .device import PoolStatus, pool_status, process_bytes
 from .ledger import Event
 from .resource import Resource
-from .store import Status, Store
+from .store import Store
+from .table import Status
 from .units import shown_bytes
 
 CPU = torch.device("cpu")
+log = logging.getLogger("lazy_h3")
+
 PERIOD_SECONDS = 0.1  # a disk fills a fifth of a GiB meanwhile, and the hard line is a GiB below the floor at least
 HARD_PART = 2  # plans fill up to the floor, and what they estimate too low ends above half of it; below, swapping is near
 MIN_SHARE = 4  # stopping is no help where less than a quarter of what is missing would come back
@@ -100,6 +105,10 @@ class FloorWatch:
             while self._is_needed():
                 self.look()
                 time.sleep(PERIOD_SECONDS)
+        except Exception:
+            log.exception("Lazy H3: free memory is no longer watched until the next component is used.")
+            with self._lock:
+                self._thread = None
         finally:
             self._unhook()
 
@@ -163,8 +172,6 @@ class FloorWatch:
 
 
 def _blocks(resource: Resource) -> Iterator[torch.nn.Module]:
-    """The alike blocks of a component that its model really has; other resources have none that we know of."""
-    module = getattr(resource, "module", None)
-    if module is not None:
-        modules = dict(module.named_modules())
-        yield from (block for name in module.REPEATED if name in modules for block in modules[name].children())
+    """The alike blocks of a component; other resources have none that we know of."""
+    if isinstance(resource, Component):
+        yield from (block for blocks in resource.repeated() for block in blocks)

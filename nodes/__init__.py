@@ -1,9 +1,17 @@
 """What people drag onto the canvas."""
 
+from .adapt import (
+    LazyH3CLIPLoader,
+    LazyH3DualCLIPLoader,
+    LazyH3LoraLoaderModelOnly,
+    LazyH3UNETLoader,
+    LazyH3VAELoader,
+)
 from .condition import LazyH3EncodePrompt
 from .decode import LazyH3DecodeAudio, LazyH3DecodeVideo
 from .inspect import LazyH3MemoryReport, LazyH3Policy, LazyH3ReleaseNow
 from .load import LazyH3AudioVAELoader, LazyH3DiTLoader, LazyH3FolderLoader, LazyH3TextEncoderLoader, LazyH3VideoVAELoader
+from .release import LazyH3ReleaseAfterLastUse
 from .sample import LazyH3EmptyLatent, LazyH3Sampler
 
 _TITLES = {
@@ -20,6 +28,12 @@ _TITLES = {
     LazyH3MemoryReport: "Memory report (Lazy H3)",
     LazyH3ReleaseNow: "Release now (Lazy H3)",
     LazyH3Policy: "Memory policy (Lazy H3)",
+    LazyH3UNETLoader: "Load diffusion model (Lazy H3)",
+    LazyH3CLIPLoader: "Load CLIP (Lazy H3)",
+    LazyH3DualCLIPLoader: "Load CLIP from two files (Lazy H3)",
+    LazyH3VAELoader: "Load VAE (Lazy H3)",
+    LazyH3LoraLoaderModelOnly: "Load LoRA for a model (Lazy H3)",
+    LazyH3ReleaseAfterLastUse: "Release after last use (Lazy H3)",
 }
 
 NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in _TITLES}

@@ -22,12 +22,13 @@ LATENT_INPUTS = ("latent", "samples", "latent_image", "av_latent")
 class Demand:
     """One heavy node's use of one component. ``may_stream``: whether reading blocks again for each pass can pay.
 
-    ``activation_bytes``: what the work takes beside the weights; ``output_bytes``: the results, which the host keeps in RAM.
+    ``points``: what foldable sub-modules will be asked for, None if only the run can tell. ``activation_bytes``: what the work
+    takes beside the weights; ``output_bytes``: the results, which the host keeps in RAM.
     """
 
     parts: frozenset[str]
     num_passes: int = 1
-    points: tuple[float, ...] = ()
+    points: tuple[float, ...] | None = ()
     activation_bytes: int = 0
     output_bytes: int = 0
     may_stream: bool = True
@@ -39,11 +40,15 @@ class GraphSizes:
     def __init__(self, nodes: Mapping[str, Node], classes: Mapping[str, type]) -> None:
         self._nodes = nodes
         self._classes = classes
+        self._latents: dict[str, LatentSize | None] = {}  # behind the nodes that were asked for; plans ask for ancestors first
         self.guesses: list[str] = []
 
     def latent(self, value: Any) -> LatentSize:
         """Size of the latent that an input receives."""
-        size = self._latent(value)
+        link = link_of(value)
+        if link is not None and link[0] not in self._latents:
+            self._latents[link[0]] = self._latent(value)
+        size = self._latents[link[0]] if link else None
         if size is None:
             self.guesses.append("a latent of unknown size is taken for 1344 x 768 with 124 frames")
         return size or DEFAULT_SIZE
@@ -66,10 +71,11 @@ class GraphSizes:
             if link is None or node is None or link[0] in seen:
                 continue
             seen.add(link[0])
-            size = self._made_by(node)
+            size = self._latents.get(link[0]) or self._made_by(node)
             if size is not None:
                 return size
-            pending += [node.inputs[name] for name in reversed(LATENT_INPUTS) if name in node.inputs]
+            if link[0] not in self._latents:
+                pending += [node.inputs[name] for name in reversed(LATENT_INPUTS) if name in node.inputs]
         return None
 
     def _made_by(self, node: Node) -> LatentSize | None:

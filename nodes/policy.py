@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from ..memory.graph import Node
+from ..memory.plan import Policy
 from ..memory.session import Prompt
 
 log = logging.getLogger("lazy_h3")
 
-Policy = Literal["auto", "free", "keep"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 STRICTEST_FIRST: tuple[Policy, ...] = ("free", "auto", "keep")
 POLICY_NODE = "LazyH3Policy"

@@ -7,15 +7,20 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..host.attachment import Attachment
+from ..host.comfy.core.cached import CachedLoaders
+from ..host.comfy.core.loaders import CoreLoaders
+from ..host.comfy.core.release import Releases
 from ..host.comfy.host import ComfyHost, is_comfy_running
 from ..host.events import EventFeed
 from ..host.interface import Host, Progress
 from ..host.residency import Residency
+from ..host.settings import Settings, settings_of_process
 from ..memory.component import Component
 from ..memory.device import pool_status
 from ..memory.graph import Node
@@ -40,7 +45,7 @@ class Runtime:
 
     A policy node in the running prompt takes its place. ``take_turns``: whether heavy nodes of one prompt wait for each other, so
     that branches share one load of each model. ``may_stream``, ``may_fold`` and ``may_prefetch``: what plans may choose.
-    ``feed`` tells the front end what the ledger records.
+    ``feed`` tells the front end what the ledger records; ``settings`` are for what other loaders load.
     """
 
     def __init__(
@@ -53,13 +58,19 @@ class Runtime:
         may_stream: bool = True,
         may_fold: bool = True,
         may_prefetch: bool = True,
+        settings: Settings | None = None,
     ) -> None:
         self.host = host
         self.store = store or Store()
         self.catalogue = catalogue or Catalogue()
         self.policy = policy
+        self.core_loaders = CoreLoaders(self.store, host.executing)
+        self.releases = Releases(self.store, self.core_loaders, host)
         self.residency = Residency(self.store, host.management, host.patcher_base)
         self.attachment = Attachment(host, self.store, self._keeps, take_turns)
+        self.settings = settings or Settings()
+        self.attachment.followed = self.releases.followed
+        self.attachment.after_node.append(CachedLoaders(partial(self.settings.is_on, "drop_loaders")))
         self.feed = EventFeed(host.send, lambda: self.attachment.prompt_id)
         self.store.on_fill.append(_FillProgress(host))
         self.watch = FloorWatch(self.store)
@@ -67,6 +78,7 @@ class Runtime:
         self._prompt_policy = PromptPolicy()
         self._planner = SessionPlanner(self, may_stream, may_fold)
         self.store.decide = self._planner.decide
+        self.store.on_use.append(self._planner.check_loaders)
         self.attachment.predicted_peak = self._planner.predicted_peak
         self._prefetcher = Prefetcher(self, self._planner) if may_prefetch else None
 
@@ -109,6 +121,8 @@ class Runtime:
         return available + self.store.live_bytes()
 
     def _keeps(self, resource: Resource) -> str | None:
+        if getattr(resource, "goes_after_use", False):  # somebody asked for just that
+            return None
         policy = self.prompt_policy()
         if policy == "auto":
             return self._planner.why_kept(resource)
@@ -129,7 +143,7 @@ class _FillProgress:
         now = time.monotonic()
         if done and now >= self._next_log:
             self._next_log = now + LOG_SECONDS
-            log.info("%s: %s of %s", resource.name, shown_bytes(done), shown_bytes(total))
+            log.info("%s: reading, %s of %s", resource.name, shown_bytes(done), shown_bytes(total))
 
 
 _installed: list[Runtime] = []
@@ -155,7 +169,8 @@ def _configured(host: Host) -> Runtime:
     except ValueError as error:
         log.warning("LAZY_H3_BUDGET: %s", error)
         limit = None
-    return Runtime(host, Store(budget=limit), policy=policy, take_turns=os.environ.get("LAZY_H3_TURNS", "on") != "off")
+    takes_turns = os.environ.get("LAZY_H3_TURNS", "on") != "off"
+    return Runtime(host, Store(budget=limit), policy=policy, take_turns=takes_turns, settings=settings_of_process())
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from ..h3 import activations, geometry, sampling
 from ..h3.config import FPS, STEREO, DiTConfig
 from ..memory.component import Component
 from ..memory.device import pool_status
+from ..memory.graph import link_of
 from ..memory.handle import Handle
 from ..memory.units import shown_bytes
 from .demand import FP32, Demand, GraphSizes
@@ -24,6 +25,7 @@ TRAINED_SECONDS = (5.0, 15.1)
 NOISES = {"comfy": sampling.comfy_noise, "official": sampling.official_noise}
 SCHEDULES = {"official": sampling.Schedule.official, "simple": sampling.Schedule.comfy_simple}
 SCHEDULE_INPUTS = ("steps", "video_shift", "audio_shift", "schedule", "denoise")
+STEPS = 49  # of the official pipeline
 MAX_SEED = 0xFFFFFFFFFFFFFFFF
 
 log = logging.getLogger("lazy_h3")
@@ -107,7 +109,7 @@ class LazyH3Sampler:
                 ),
                 "steps": (
                     "INT",
-                    {"default": 49, "min": 1, "max": 1000, "tooltip": "Evaluations of the model. The official default is 49."},
+                    {"default": STEPS, "min": 1, "max": 1000, "tooltip": "Evaluations of the model. The official default is 49."},
                 ),
             },
             "optional": {
@@ -141,11 +143,11 @@ class LazyH3Sampler:
     def demand(cls, inputs: Mapping[str, Any], sizes: GraphSizes, component: Component) -> Demand:
         """As many passes as steps, at the clean-times of the schedule."""
         config, size = component.module.config, sizes.latent(inputs.get("latent"))
-        plan = _schedule(**{name: inputs[name] for name in SCHEDULE_INPUTS if name in inputs})
+        num_steps, points = _expected(inputs, sizes)
         return Demand(
             component.parts,
-            plan.num_steps,
-            _clean_times(plan),
+            num_steps,
+            points,
             activations.sampling(config, sizes.tokens(inputs.get("positive")), size, component.compute.itemsize),
             _latent_bytes(config, size),
         )
@@ -171,7 +173,7 @@ class LazyH3Sampler:
         start = _streams(latent, dit.config)
         plan = _schedule(steps, video_shift, audio_shift, schedule, denoise)
         report = shared.progress(plan.num_steps)
-        hints = {"num_passes": plan.num_steps, "points": _clean_times(plan)}
+        hints = {"num_passes": plan.num_steps, "points": plan.clean_times}
         with dit.use(node=shared.host.executing(), **hints) as model, torch.inference_mode():
             draw = NOISES[noise](start.video.shape, start.audio.shape, torch.Generator().manual_seed(seed))
             result = sampling.sample(
@@ -198,6 +200,16 @@ def _schedule(
     return SCHEDULES[schedule](max(steps, round(steps / denoise)), video_shift, audio_shift, last=steps)
 
 
+def _expected(inputs: Mapping[str, Any], sizes: GraphSizes) -> tuple[int, tuple[float, ...] | None]:
+    """Steps and clean-times, as far as they are known before the run."""
+    values = {name: inputs[name] for name in SCHEDULE_INPUTS if name in inputs}
+    if any(link_of(value) is not None for value in values.values()):
+        sizes.guesses.append(f"a schedule of computed values is taken for {STEPS} steps, and nothing is folded for it")
+        return STEPS, None
+    plan = _schedule(**values)
+    return plan.num_steps, plan.clean_times
+
+
 def _latent_bytes(config: DiTConfig, size: geometry.LatentSize) -> int:
     """Both streams."""
     video = config.in_channels * size.frames * size.height * size.width
@@ -215,14 +227,9 @@ def _warn_unless_finite(result: sampling.Latents, dit: Handle) -> None:
         )
 
 
-def _clean_times(schedule: sampling.Schedule) -> tuple[float, ...]:
-    """All clean-times that the model will be asked for, both streams."""
-    return tuple(sorted({time for times in schedule.times for time in times}))
-
-
 def _check_fits(shape: tuple[int, ...], asked: str) -> None:
     """Raises ValueError for a latent larger than the machine's memory."""
-    nbytes, total = 4 * math.prod(shape), pool_status(torch.device("cpu")).total
+    nbytes, total = FP32 * math.prod(shape), pool_status(torch.device("cpu")).total
     if nbytes > total:
         raise ValueError(
             f"A latent for {asked} takes {shown_bytes(nbytes)}, more than the memory of this machine ({shown_bytes(total)}); "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..memory.component import Component
+from ..host.prompt import Unmade, is_core, openings
 from ..memory.graph import Key, Node
 from ..memory.plan import Choice, Plan, Policy, Stage
 from ..memory.resource import Hints, Parts, Resource
@@ -28,6 +28,7 @@ class SessionPlanner:
         self._may_fold = may_fold
         self._of: tuple[Any, Any] | None = None
         self._plan: Plan | None = None
+        self._failing: list[Callable[[], object]] = []  # loaders that will run and fail: each call says why
 
     def plan(self) -> Plan | None:
         """The plan of the running prompt; None where no prompt runs or it cannot be planned."""
@@ -37,12 +38,19 @@ class SessionPlanner:
         try:
             known = session.prompt_id, session.prompt.version()
             if self._of != known:
-                self._of, self._plan = known, None
+                self._of, self._plan, self._failing = known, None, []
                 self._plan = self._made(session)
         except Exception:
             log.exception("Lazy H3: prompt %s could not be planned; each component is held as it fits.", session.prompt_id)
             self._plan = None
         return self._plan
+
+    def check_loaders(self, resource: Resource) -> None:
+        """Before a use: raises what a loader that is still to run will say of its file, now and not after hours of sampling."""
+        if self._shared.attachment.session is not None:
+            self.plan()
+            for load in self._failing:
+                load()
 
     def decide(self, resource: Resource, parts: Parts, hints: Hints) -> Decision | None:
         """Mode and grant of a fill. Raises MemoryRefused, before anything is read, if the prompt as a whole cannot fit."""
@@ -51,7 +59,7 @@ class SessionPlanner:
             return None
         if plan.refusal is not None:
             refusal = plan.refusal
-            raise MemoryRefused(refusal.name, refusal.need_bytes, refusal.have_bytes, "", message=refusal.message)
+            raise MemoryRefused(refusal.name, refusal.need_bytes, refusal.have_bytes, refusal.message)
         choice = plan.choice(resource.identity)
         return None if choice is None else Decision(choice.mode, choice.grant, choice.item.points, choice.reason)
 
@@ -81,7 +89,10 @@ class SessionPlanner:
         return "it fits beside everything that must overlap" if choice.is_kept else None
 
     def _made(self, session: Any) -> Plan:
-        plan = self.planned(session.prompt.view().nodes, self._shared.prompt_policy(), session.prompt.may_run())
+        nodes = session.prompt.view().nodes
+        certain = {node: spec for node, spec in nodes.items() if session.prompt.will_run(node)}
+        self._failing = [load for load in openings(certain, self._shared.host) if _fails(load)]
+        plan = self.planned(nodes, self._shared.prompt_policy(), session.prompt.may_run())
         for warning in plan.warnings:
             log.warning("Lazy H3: %s", warning)
         return plan
@@ -92,5 +103,15 @@ class SessionPlanner:
         options = PlanOptions(shared.room(), shared.store.budget, policy, self._may_stream, self._may_fold)
         return planned(nodes, shared.host, self._find, options, may_run)
 
-    def _find(self, key: Key) -> Component | None:
-        return self._shared.catalogue.find(key)
+    def _find(self, key: Key) -> Any:
+        shared = self._shared
+        found = shared.catalogue.find(key) or shared.store.find(key)  # type: ignore[arg-type]
+        return found or (Unmade(key, shared.device()) if is_core(key) and key.files else None)
+
+
+def _fails(load: Callable[[], object]) -> bool:
+    try:
+        load()
+    except (OSError, ValueError):
+        return True
+    return False

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -25,6 +26,7 @@ import aiohttp
 FOLDER = os.environ.get("LAZY_H3_COMFYUI")
 PYTHON = os.environ.get("LAZY_H3_COMFYUI_PYTHON", sys.executable)
 PACK = Path(__file__).parent.parent
+CORE_PROCESS = Path(__file__).parent / "core_process.py"
 CACHE_OPTIONS = {"ram": [], "classic": ["--cache-classic"], "lru": ["--cache-lru", "50"], "none": ["--cache-none"]}
 START_SECONDS = 180
 RUN_SECONDS = 120
@@ -130,19 +132,27 @@ class Server:
 
 @contextmanager
 def started(
-    base: Path, models: Path, cache: str = "ram", options: tuple[str, ...] = (), policy: str = "free"
+    base: Path,
+    models: Path,
+    cache: str = "ram",
+    options: tuple[str, ...] = (),
+    policy: str = "free",
+    packs: tuple[Path, ...] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+    device: tuple[str, ...] = ("--cpu",),
 ) -> Iterator[Server]:
-    """A server with the pack in ``custom_nodes`` and the models of ``models``; ended by its process id."""
+    """A server with the pack, and others, in ``custom_nodes`` and the models of ``models``; ended by its process id."""
     for name in ("custom_nodes", "output", "input", "temp", "user"):
         (base / name).mkdir(parents=True, exist_ok=True)
-    link(base / "custom_nodes" / "lazy-h3", PACK)
+    for pack in (PACK, *packs):
+        link(base / "custom_nodes" / (pack.name if pack is not PACK else "lazy-h3"), pack)
     link(base / "models", models)
     port = _free_port()
-    command = [PYTHON, "main.py", "--cpu", "--port", str(port), "--disable-auto-launch", "--base-directory", str(base)]
+    command = [PYTHON, "main.py", *device, "--port", str(port), "--disable-auto-launch", "--base-directory", str(base)]
     with (base / "server.log").open("w") as log:
         command += [*CACHE_OPTIONS[cache], *options]
-        environment = {**os.environ, "LAZY_H3_POLICY": policy}
-        process = subprocess.Popen(command, cwd=FOLDER, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        own = {**os.environ, "LAZY_H3_POLICY": policy, **environment}
+        process = subprocess.Popen(command, cwd=FOLDER, stdout=log, stderr=subprocess.STDOUT, env=own)
         try:
             server = Server(port)
             _wait_until_up(server, process, base / "server.log")
@@ -150,6 +160,14 @@ def started(
         finally:
             process.terminate()
             process.wait(30)
+
+
+def core_process(scale: str, scenario: str, *arguments: Any) -> Any:
+    """What a process with core, and without a server, says at its end (see core_process.py)."""
+    command = [PYTHON, str(CORE_PROCESS), scale, scenario, *map(str, arguments)]
+    done = subprocess.run(command, check=False, cwd=FOLDER, capture_output=True, text=True, timeout=START_SECONDS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def link(place: Path, target: Path) -> None:

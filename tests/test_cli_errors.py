@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def run(lazy_h3, tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "Catalogue", lambda: shared_catalogue()[0])
 
     def of_workflow(*arguments: object, workflow: Path = WORKFLOW) -> tuple[int, str, str]:
+        (tmp_path / "models").mkdir(exist_ok=True)
         folders = ("--models", tmp_path / "models", "--models", tiny_models(), "--out", tmp_path / "out")
         return lazy_h3("run", workflow, *folders, *SMALL, *arguments)
 
@@ -84,6 +86,14 @@ def test_a_damaged_file_is_named_with_what_it_is(run, dit_file, damage):
 def test_a_truncated_file_is_named(run, dit_file):
     dit_file.write_bytes((tiny_models() / SINGLE_FILES["dit"]).read_bytes()[:-1])
     assert_one_line(run(), str(dit_file), "truncated", "download it again")
+
+
+def test_a_truncated_file_of_the_last_node_is_named_before_a_weight_is_read(run, tmp_path, bytes_read):
+    path = tmp_path / "models" / SINGLE_FILES["video_vae"]
+    path.parent.mkdir(parents=True)
+    path.write_bytes((tiny_models() / SINGLE_FILES["video_vae"]).read_bytes()[:-1])
+    assert_one_line(run(), str(path), "truncated", "download it again")
+    assert bytes_read == []
 
 
 class Trap:
@@ -154,12 +164,12 @@ def test_a_workflow_without_an_output_is_refused(run, tmp_path):
 
 
 SETTINGS = {
-    "no equals sign": ("7.seed", "write it as NODE.INPUT=VALUE"),
+    "no equals sign": ("7.seed", "write it as NODE.INPUT=VALUE, such as 6.width="),
     "no node": ("seed=7", "write it as NODE.INPUT=VALUE"),
     "unknown node": ("70.seed=7", "no node '70'"),
     "unknown input": ("7.sead=7", "no input 'sead'"),
-    "no number": ("7.seed=abc", "is no INT"),
-    "no truth value": ("9.limit_loudness=False", "is no BOOLEAN"),
+    "no number": ("7.seed=abc", "is not a whole number"),
+    "no truth value": ("9.limit_loudness=False", "is not true or false"),
     "out of range": ("7.steps=0", "smaller than min"),
     "no choice": ("7.schedule=magic", "magic"),
 }
@@ -185,6 +195,12 @@ def test_a_bad_setting_says_what_is_wrong_with_it(run, case):
         (("make-checkpoint", "x", "--preset", "replica", "--scale", "1e6"), "less than its layers take"),
         (("make-checkpoint", "x", "--preset", "huge"), "huge"),
         (("inspect", "nothing.safetensors"), "nothing.safetensors"),
+        (("plan", WORKFLOW, "--size", "minimax-h3"), "see lazy-h3 plan --help"),
+        (("run", WORKFLOW, "--models", "nowhere"), "--models nowhere: is not a folder"),
+        (("plan", WORKFLOW, "--models", "nowhere"), "--models nowhere: is not a folder"),
+        (("plan", WORKFLOW, "--sizes", "minimax-h3", "--models", "."), "leave one of the two out"),
+        (("plan", WORKFLOW, "--sizes", "minimax-h4"), "is not a published model; choose one of minimax-h3,"),
+        (("plan", WORKFLOW, "--sizes", "minimax-h3", "--budget", "24"), "--budget 24GiB is another size than --budget 24."),
         (("dance",), "dance"),
         ((), "COMMAND"),
     ],
@@ -309,6 +325,26 @@ def test_an_interrupt_by_the_user_is_one_line_and_exit_code_130(lazy_h3, monkeyp
 
     monkeypatch.setattr("lazy_h3.commands.inspect_path.inspect_path", interrupted)
     assert_one_line(lazy_h3("inspect", "x"), "interrupted", code=130)
+
+
+@pytest.mark.parametrize("arguments", [("plan", WORKFLOW, "--sizes", "nope"), ("run", "nothing.json"), ("inspect", "\0")])
+def test_an_error_before_there_is_a_report_is_one_json_document_too(lazy_h3, arguments):
+    found = lazy_h3(*arguments, "--json")
+    document = json.loads(found[1])
+    assert document["status"] == "error"
+    assert_one_line(found, document["error"]["message"])
+
+
+def test_a_budget_without_a_unit_is_hinted_at_where_it_is_too_small(run):
+    assert_one_line(run("--budget", "24"), "available for weights", "--budget 24GiB is another size than --budget 24.")
+    assert "another size" not in run("--budget", "1KiB")[2]
+
+
+@pytest.mark.parametrize(("command", "default"), [("run", "output"), ("demo", "free"), ("make-checkpoint", "50.0")])
+def test_help_names_defaults(lazy_h3, command, default):
+    code, stdout, _ = lazy_h3(command, "--help")
+    assert (code, f"(default: {default})" in " ".join(stdout.split())) == (0, True)
+    assert not re.search(r"default: (None|False|\[|==)", stdout)
 
 
 def test_help_is_no_error(lazy_h3):

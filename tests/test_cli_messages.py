@@ -61,7 +61,7 @@ def test_a_machine_that_is_full_before_the_run_is_blamed_on_other_programs(run, 
 
 def test_an_output_folder_that_cannot_be_written_to_is_refused_before_anything_runs(lazy_h3, blocked):
     code, stdout, stderr = lazy_h3("run", WORKFLOW, "--models", tiny_models(), "--out", blocked, "--json")
-    assert (code, stdout) == (2, "")
+    assert (code, json.loads(stdout)["error"]["type"]) == (2, "ValueError")
     assert stderr.startswith(f"lazy-h3: {blocked}: nothing can be written there (")
     assert stderr.endswith("choose another folder by --out.\n")
     assert "Errno" not in stderr
@@ -88,8 +88,9 @@ def test_files_that_are_missing_for_want_of_a_models_folder_lead_to_its_option(l
 def test_a_fill_is_not_logged_before_a_byte_is_there(run, caplog):
     with caplog.at_level("INFO", logger="lazy_h3"):
         run("--policy", "free")
-    progress = [record.message for record in caplog.records if " of " in record.message and "loaded" not in record.message]
-    assert not any(": 0 B of" in line for line in progress)
+    progress = [record.message for record in caplog.records if ": reading, " in record.message]
+    assert progress
+    assert not any("reading, 0 B of" in line for line in progress)
 
 
 ENDS = {"free": "released after node ", "keep": "kept"}
@@ -98,9 +99,26 @@ ENDS = {"free": "released after node ", "keep": "kept"}
 @pytest.mark.parametrize("policy", ENDS)
 def test_the_table_says_where_the_weights_went(run, policy):
     code, stdout, _ = run("--policy", policy)
-    lines = [line for line in stdout.splitlines() if "loaded 1x" in line]
+    lines = [line for line in stdout.splitlines() if "loaded 1x in" in line or "  streamed, " in line]
     assert (code, len(lines)) == (0, 4)
-    assert all(line.rpartition(" s, ")[2].startswith(ENDS[policy]) for line in lines)
+    assert all(line.partition("streamed, " if "streamed" in line else " s, ")[2].startswith(ENDS[policy]) for line in lines)
+    assert ("of weights kept; " in stdout) == (policy == "keep")
+
+
+def test_a_streamed_component_has_no_seconds_of_its_own():
+    ledger = Ledger()
+    ledger.record("load_begin", "dit", 70, "streamed: it does not fit whole")
+    ledger.record("load_end", "dit", 70)
+    ledger.record("release", "dit", 70, "node 7 was its last user", "7")
+    report = Report(ledger, {"dit": "dit"}, [RunRecord(RunResult("id", "success", {}), 1.0, 70)])
+    assert next(summary(report)).endswith("  streamed, released after node 7")
+
+
+def test_the_command_line_has_a_table_in_place_of_the_line_of_each_prompt(run, caplog, tmp_path):
+    with caplog.at_level("INFO", logger="lazy_h3"):
+        _, stdout, _ = run()
+    assert not any(record.message.startswith("Lazy H3, prompt") for record in caplog.records)
+    assert f"report: {tmp_path / 'out' / 'report.json'}" in stdout.splitlines()
 
 
 ENDINGS = {

@@ -1,6 +1,7 @@
 """``inspect``: what a file or folder is, from its header alone."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,26 @@ def test_people_get_lines_with_the_same_facts(capsys):
     assert text.splitlines()[0] == str(tiny_models() / SINGLE_FILES["dit"])
     assert "dit, comfy layout, variant base" in text
     assert "BF16" in text
+
+
+def test_a_folder_with_several_files_is_described_file_by_file(inspect, tmp_path):
+    kinds = ["audio_vae", "video_vae"]
+    for kind in kinds:
+        shutil.copy(tiny_models() / SINGLE_FILES[kind], tmp_path / f"{kind}.safetensors")
+    code, document, _ = inspect(tmp_path)
+    assert (code, [entry["component"] for entry in document["checkpoints"]]) == (0, kinds)
+
+
+@pytest.mark.parametrize("num_bad", [1, 2])
+def test_people_read_each_reason_once(capsys, tmp_path, num_bad):
+    shutil.copy(tiny_models() / SINGLE_FILES["dit"], tmp_path / "good.safetensors")
+    for number in range(num_bad):
+        (tmp_path / f"{number}.safetensors").write_text("No weights here.")
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count("is not a safetensors file but text") == num_bad
+    assert captured.err.startswith(f"lazy-h3: {tmp_path}")
+    assert len(captured.err.splitlines()) == 1
 
 
 def test_no_weights_are_read(inspect, monkeypatch):

@@ -197,7 +197,7 @@ def test_a_scale_that_no_width_reaches_is_refused_with_numbers():
 
 
 def test_an_unknown_model_is_refused_with_the_names_there_are():
-    with pytest.raises(ValueError, match="--model h4: is no published model; choose one of minimax-h3, minimax-h3-r16"):
+    with pytest.raises(ValueError, match="--model h4: is not a published model; choose one of minimax-h3, minimax-h3-r16"):
         replica(SCALE, "h4")
 
 

@@ -1,7 +1,8 @@
 """The run report: what it makes of the events of a ledger, and which ends it tells apart."""
 
 import pytest
-from lazy_h3.commands.report import Report, RunRecord, sampled_memory
+from lazy_h3.commands.process_memory import sampled_memory
+from lazy_h3.commands.report import Report, RunRecord
 from lazy_h3.host.embedded.executor import NodeError
 from lazy_h3.host.embedded.host import RunResult
 from lazy_h3.memory.ledger import Ledger

@@ -63,6 +63,16 @@ def test_modulations_of_a_whole_schedule_equal_those_of_each_step(config: DiTCon
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_features_by_which_folded_rows_are_found_have_the_same_bits_in_each_step(config: DiTConfig) -> None:
+    model = filled(config, torch.bfloat16)
+    times = torch.linspace(0, 1, 11)
+    ahead = model.fold_inputs(times)
+    for i in range(10):
+        assert torch.equal(model.time_features(times[i : i + 2]), ahead[i : i + 2])
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 def test_every_variant_computes_in_every_dtype_and_answers_in_fp32(config: DiTConfig, compute: torch.dtype) -> None:

@@ -121,7 +121,7 @@ def test_no_document_names_a_place_on_somebodys_machine(path: Path) -> None:
 def test_commands_of_the_readme_are_understood() -> None:
     commands = [shlex.split(line, comments=True) for line in fenced_lines(README) if line.startswith("lazy-h3 ")]
     understood = {_parser().parse_args(words[1:]).command.__name__ for words in commands}
-    assert understood == {"_demo", "_run", "_plan", "_inspect", "_make_checkpoint", "_bench"}
+    assert understood == {"_demo", "_run", "_plan", "_convert", "_inspect", "_make_checkpoint", "_bench"}
 
 
 def test_make_targets_of_the_readme_exist() -> None:

@@ -335,6 +335,8 @@ def test_comfyui_gets_the_routes_once_however_often_the_pack_is_there(server, fu
         ("GET", MEMORY),
         ("POST", RELEASE),
         ("POST", PLAN),
+        ("GET", "/lazy_h3/settings"),
+        ("POST", "/lazy_h3/settings"),
     ]
 
     async def ask() -> Any:

@@ -10,8 +10,10 @@ from memory_models import PLENTY, Foreign
 
 
 def page(*events: tuple, before: dict[str, int] | None = None) -> Page:
-    """``events``: (t, kind, component, bytes, node)."""
-    entries = tuple(Event(t, 0, kind, name, node, nbytes, 0, "") for t, kind, name, nbytes, node in events)
+    """``events``: (t, kind, component, bytes, node[, reason])."""
+    entries = tuple(
+        Event(t, 0, kind, name, node, nbytes, 0, *(reason or [""])) for t, kind, name, nbytes, node, *reason in events
+    )
     return Page("prompt", 10.0, 20.0, before or {}, 0, entries)
 
 
@@ -46,6 +48,14 @@ def test_a_load_that_fails_is_none_and_leaves_what_was_there():
 def test_what_was_there_before_is_resident_from_the_beginning():
     (account,) = accounts(page(before={"x": 7}))
     assert (account.levels, account.bytes, account.loads) == ([Level(10.0, 7)], 7, 0)
+
+
+def test_a_streamed_component_stays_so_for_another_schedule_and_until_it_is_released():
+    streamed = ((11, "load_begin", "x", 5, "1", "model streamed: it runs once"), (12, "load_end", "x", 5, "1"))
+    refolded = ((13, "load_begin", "x", 1, "1", "another schedule"), (14, "load_end", "x", 1, "1"))
+    whole = ((16, "load_begin", "x", 9, "2"), (17, "load_end", "x", 9, "2"))
+    accounts_at = [accounts(page(*streamed, *later)) for later in ((), refolded, ((15, "release", "x", 6, "1"), *whole))]
+    assert [account.mode for (account,) in accounts_at] == ["streamed", "streamed", "whole"]
 
 
 @pytest.mark.parametrize("kind", ["pin", "unpin", "keep"])

@@ -132,6 +132,7 @@ RAW_FILES = {
     "an empty file": (b"", "truncated or not a safetensors file"),
     "three bytes": (b"abc", "truncated or not a safetensors file"),
     "a cut header": ((100).to_bytes(8, "little") + b"{}", "truncated or not a safetensors file"),
+    "a text": (b"MIT License\n\nCopyright", "is not a safetensors file but text; choose the file with the weights."),
     "an absurd header length": ((1 << 62).to_bytes(8, "little") + b"{}", "claims a header of 4611686018427387904 bytes"),
     "a Git LFS pointer": (LFS, "Git LFS pointer"),
     "a web page": (b"<!DOCTYPE html>\n<html><body>404</body></html>", "web page"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from lazy_h3.memory.graph import ANY, PLAIN_TYPES, Key, Node, NodeClass, Trail, ancestors, link_of, trails
+from lazy_h3.memory.graph import ANY, PLAIN_TYPES, Key, Node, NodeClass, Trail, link_of, trails
 
 LOADER = ("loader", 0)
 CLASSES = {
@@ -164,15 +164,6 @@ def test_a_cycle_ends():
 def test_links_to_nodes_that_are_not_there_lead_nowhere():
     nodes = graph(loader=("Loader",), a=("Sample", ("gone", 0), LOADER))
     assert followed(nodes)["dit"].consumers == {"a": "direct wire"}
-    assert ancestors(nodes, ["a", "never was"]) == {"a", "loader"}
-
-
-def test_ancestors_are_what_the_targets_need():
-    nodes = graph(a=("Loader",), b=("Switch", ("a", 0)), c=("Save", ("b", 0), ("a", 0)), d=("Save", ("a", 0)))
-    assert ancestors(nodes, ["c"]) == {"a", "b", "c"}
-    assert ancestors(nodes, []) == set()
-    looped = graph(a=("Switch", ("b", 0)), b=("Switch", ("a", 0)))
-    assert ancestors(looped, ["a"]) == {"a", "b"}
 
 
 @pytest.mark.parametrize(
@@ -209,7 +200,7 @@ class Counting:
         counting = self
 
         class Carrying(NodeClass):
-            def may_carry(self, slot: int) -> bool:
+            def may_carry(self, slot: int, plain: frozenset[str] = PLAIN_TYPES) -> bool:
                 counting.num_questions += 1
                 return True
 
@@ -245,3 +236,18 @@ def test_following_costs_no_more_than_linear(build):
         used = {link for node in nodes.values() for link in map(link_of, node.inputs.values())}
         assert len(found["dit"].consumers) > len(nodes) // 2
         assert classes.num_questions <= len(used)
+
+
+def test_what_carries_nothing_of_a_resource_may_differ_from_resource_to_resource():
+    nodes = {
+        "a": Node("Loader", {}),
+        "b": Node("Loader", {}),
+        "c": Node("Condition", {"x": ["a", 0], "y": ["b", 0]}),
+        "d": Node("Sample", {"x": ["c", 0]}),
+    }
+    classes = {"Loader": NodeClass(("MODEL",)), "Condition": NodeClass(("CONDITIONING",)), "Sample": NodeClass(("LATENT",))}
+    sources = {("a", 0): "core's", ("b", 0): "ours"}
+    plain = {"core's": PLAIN_TYPES | {"CONDITIONING"}, "ours": PLAIN_TYPES}
+    found = trails(nodes, classes.get, sources, plain=plain.__getitem__)
+    assert set(found["core's"].consumers) == {"c"}
+    assert set(found["ours"].consumers) == {"c", "d"}

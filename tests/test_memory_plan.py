@@ -498,3 +498,44 @@ def test_two_that_are_read_ahead_together_need_what_both_take_while_they_are_fil
     for largest, num_ahead in ((60, 2), (59, 1)):
         plan = make_plan(stages, [*items[:3], item("big", largest)], policy="free")
         assert sum(plan.choice(key).prefetch_at == 0 for key in ("one", "two")) == num_ahead
+
+
+# What the host holds leaves between its uses.
+
+
+def hosted(key: str, whole: int) -> Item:
+    return Item(key, key, {"whole": Cost(whole)}, leaves=True)
+
+
+KEYFRAMES = (
+    Stage("encode", (Use("vae"), Use("encoder"))),
+    Stage("sample", (Use("dit"),)),
+    Stage("decode", (Use("vae"),)),
+)
+
+
+def test_what_leaves_is_not_there_between_its_uses_and_is_read_again():
+    plan = make_plan(KEYFRAMES, [hosted("vae", 10), hosted("encoder", 50), hosted("dit", 60)], policy="free")
+    assert (plan.peak_bytes, plan.peak_node) == (60, "encode")
+    assert plan.choice("vae").read_bytes == 20
+    assert plan.choice("dit").read_bytes == 60
+    staying = make_plan(KEYFRAMES, [item("vae", 10), hosted("encoder", 50), hosted("dit", 60)], policy="free")
+    assert (staying.peak_bytes, staying.choice("vae").read_bytes) == (70, 10)
+
+
+def test_what_leaves_stays_where_there_is_room_to_keep_it():
+    plan = make_plan(KEYFRAMES, [hosted("vae", 10), hosted("encoder", 50), hosted("dit", 60)], policy="auto")
+    assert all(choice.is_kept for choice in plan.choices)
+    assert (plan.peak_bytes, plan.choice("vae").read_bytes) == (120, 10)
+
+
+def test_a_stage_that_may_use_two_hosted_models_is_refused_only_if_the_larger_does_not_fit():
+    items = [hosted("vae", 10), hosted("encoder", 50), hosted("dit", 40)]
+    assert make_plan(KEYFRAMES, items, room=50, policy="free").refusal is None
+    refusal = make_plan(KEYFRAMES, items, room=49, policy="free").refusal
+    assert (refusal.name, refusal.need_bytes) == ("encoder", 50)
+
+
+def test_what_the_host_fills_is_never_read_ahead():
+    plan = make_plan(KEYFRAMES, [hosted("vae", 1), hosted("encoder", 1), hosted("dit", 1)], policy="auto")
+    assert [choice.prefetch_at for choice in plan.choices] == [None, None, None]

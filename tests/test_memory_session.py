@@ -666,3 +666,64 @@ def test_events_ask_nothing_while_nothing_is_resident(stage):
         session.started(node)
         session.ended(node)
     assert script.num_may_run == asked
+
+
+# What the host holds makes room between its users.
+
+
+class Hosted(Foreign):
+    is_hosted = True
+
+
+def keyframes(store: Store, nbytes: int = NUM_BYTES) -> tuple[Session, Script, Hosted, Hosted]:
+    """A small model that is used early and late, and a larger one in between."""
+    vae, dit = Hosted(store, "vae", nbytes), Hosted(store, "dit", NUM_BYTES)
+    nodes = graph(_1=("Loader",), _2=("Loader",), _3=("Decode", "1"), _4=("Sample", "2"), _5=("Decode", "1", "4"))
+    script = Script(nodes, {("1", 0): vae, ("2", 0): dit})
+    return Session(script, store), script, vae, dit
+
+
+def held(session: Session, node: str, resource: Hosted) -> None:
+    """The node runs and has its host fill the resource, which asks the session first as the attachment has it."""
+    session.started(node)
+    session.about_to_fill(resource, resource.nbytes)
+    session.store.hold(resource, ("node", session.prompt_id, node))
+    session.ended(node)
+    session.prompt.pending.discard(node)
+
+
+def test_a_hosted_resource_makes_room_until_its_next_user(store):
+    session, _, vae, dit = keyframes(store)
+    session.begin()
+    held(session, "3", vae)
+    assert vae.live_bytes()
+    session.started("4")
+    session.about_to_fill(dit, dit.nbytes)
+    assert vae.live_bytes() == 0
+    held(session, "4", dit)
+    held(session, "5", vae)
+    assert (vae.num_fills, dit.num_fills) == (2, 1)
+    assert store.resident() == []
+
+
+def test_it_stays_if_reading_it_again_costs_more_than_it_saves(store):
+    session, _, vae, dit = keyframes(store, nbytes=2 * NUM_BYTES)
+    session.begin()
+    held(session, "3", vae)
+    held(session, "4", dit)
+    assert vae.live_bytes()
+    held(session, "5", vae)
+    assert vae.num_fills == 1
+
+
+def test_it_stays_if_it_is_in_use_or_kept(store):
+    session, _, vae, dit = keyframes(store)
+    session.begin()
+    session.started("3")
+    store.hold(vae, ("node", session.prompt_id, "3"))
+    session.about_to_fill(dit, dit.nbytes)
+    assert vae.live_bytes()
+    session.ended("3")
+    session._keeps = lambda _: "policy keep"
+    session.about_to_fill(dit, dit.nbytes)
+    assert vae.live_bytes()

@@ -1000,3 +1000,29 @@ def test_many_loads_and_releases_leave_no_growth(store, tmp_path):
         store.release(component, "last user")
         tracked.append((store.live_bytes(), len(store._entries), len(store._haunted), len(component._storages)))
     assert set(tracked[1:]) == {tracked[1]}
+
+
+# Holding: for hosts that say when they begin with a resource, and not when they are done.
+
+
+def test_what_is_held_stays_pinned_until_its_node_is_over(store):
+    resource = Foreign(store, "x")
+    owner = ("node", "prompt", "7")
+    store.hold(resource, owner)
+    store.hold(resource, owner)
+    store.release(resource, "too early")
+    assert resource.num_fills == 1
+    assert store.is_pinned(resource)
+    store.unpin_node("prompt", "8")
+    assert store.is_pinned(resource)
+    store.unpin_node("prompt", "7")
+    assert store.live_bytes() == 0
+
+
+def test_holding_that_fails_leaves_no_pin(tight):
+    tight.budget = 10
+    resource = Foreign(tight, "x", 100)
+    with pytest.raises(MemoryRefused):
+        tight.hold(resource, ("node", "prompt", "7"))
+    assert not tight.is_pinned(resource)
+    assert tight.resident() == []

@@ -14,6 +14,8 @@ from lazy_h3.memory.units import parsed_bytes, shown_bytes
         (" 1.5 gib ", 3 << 29),
         ("1.5 GB", 1_500_000_000),
         ("2TiB", 2 << 40),
+        ("24G", 24 << 30),
+        ("512m", 512 << 20),
         ("7 B", 7),
     ],
 )

@@ -253,3 +253,20 @@ def test_a_run_with_enough_memory_is_not_disturbed(tmp_path):
         running.succeed(text_to_video())
         assert len(running.store.resident()) == 4
         assert waited_for(lambda: watchers() == [])
+
+
+def test_a_watch_that_fails_begins_again_with_the_next_pin(tmp_path, monkeypatch, caplog):
+    store = Store(pretended_total=PLENTY)
+    watch = FloorWatch(store)
+    looks = []
+
+    def failing() -> None:
+        looks.append(1)
+        raise OSError("no such file")
+
+    monkeypatch.setattr(watch, "look", failing)
+    for number in (1, 2):
+        with store.use(codec(tmp_path / f"{number}.safetensors", kind=str(number))):
+            assert waited_for(lambda: watch._thread is None)
+    assert len(looks) == 2
+    assert "no longer watched" in caplog.text

@@ -31,7 +31,9 @@ from safetensors.torch import save_file
 from small_models import (
     AUDIO_VAE,
     CPU,
+    DECODE_VIDEO,
     DIT,
+    SAMPLER,
     TEXT_ENCODER,
     USERS,
     VIDEO_VAE,
@@ -342,6 +344,52 @@ def test_a_damaged_file_stops_its_own_node_and_not_the_analysis(tmp_path):
         assert (result.status, result.error.node_id) == ("error", LOADER_NODES["dit"])
         assert "Git LFS pointer" in result.error.message
         assert running.store.resident() == []
+
+
+def cut_short(models: Path, kind: str) -> Path:
+    """A models folder whose only file is a download that ended early."""
+    file = models / SINGLE_FILES[kind]
+    file.parent.mkdir(parents=True)
+    file.write_bytes((tiny_models() / SINGLE_FILES[kind]).read_bytes()[:-1])
+    return models
+
+
+def test_a_damaged_file_of_the_last_node_stops_the_prompt_before_anything_is_computed(tmp_path):
+    prompt = text_to_video()
+    prompt["images"]["inputs"]["value"] = ["10", 0]  # a loader two nodes before an output comes late
+    prompt["10"] = {"class_type": "LazyH3Policy", "inputs": {"policy": "free", "anything": [DECODE_VIDEO, 0]}}
+    with stage(tmp_path / "out", cut_short(tmp_path / "models", "video_vae"), tiny_models()) as running:
+        result = running.run(prompt)
+        assert (result.status, VIDEO_VAE in result.error.message) == ("error", True)
+        assert running.reads == []
+        assert running.store.resident() == []
+
+
+def test_a_damaged_file_stops_a_prompt_whose_other_models_are_resident_before_it_samples(tmp_path):
+    models = tmp_path / "models"
+    models.mkdir()
+    with stage(tmp_path / "out", models, tiny_models(), policy="keep") as running:
+        running.succeed(text_to_video())
+        cut_short(models, "video_vae")
+        result = running.run(text_to_video({"7.seed": 8}))
+        assert VIDEO_VAE in result.error.message
+        assert SAMPLER not in result.executed
+
+
+def test_a_damaged_file_behind_a_lazy_link_that_is_not_taken_does_no_harm(tmp_path):
+    spare = tmp_path / "models" / "vae" / "spare.safetensors"
+    spare.parent.mkdir(parents=True)
+    spare.write_bytes(b"version https://git-lfs")
+    prompt = text_to_video()
+    loader = {"class_type": "LazyH3VideoVAELoader", "inputs": {"file": spare.name, "dtype": "as stored"}}
+    decoder = {"class_type": prompt[DECODE_VIDEO]["class_type"], "inputs": {"video_vae": ["20", 0], "latent": [SAMPLER, 0]}}
+    switch = {"switch": True, "on_true": [DECODE_VIDEO, 0], "on_false": ["21", 0]}
+    prompt |= {"20": loader, "21": decoder, "22": {"class_type": "ComfySwitchNode", "inputs": switch}}
+    prompt["images"]["inputs"]["value"] = ["22", 0]
+    with stage(tmp_path / "out", tmp_path / "models", tiny_models()) as running:
+        running.succeed(prompt)
+        prompt["22"]["inputs"]["switch"] = False
+        assert "Git LFS pointer" in running.run(prompt).error.message
 
 
 def test_inputs_that_no_loader_declares_do_no_harm(running, caplog):

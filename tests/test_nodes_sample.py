@@ -7,8 +7,8 @@ import torch
 from lazy_h3.h3.sampling import comfy_noise
 from lazy_h3.host.nested import NestedLatent
 from lazy_h3.memory.store import MemoryRefused
-from lazy_h3.nodes import LazyH3DiTLoader, LazyH3Sampler, sample
-from small_models import DIT, stage
+from lazy_h3.nodes import LazyH3DiTLoader, LazyH3EmptyLatent, LazyH3Sampler, sample
+from small_models import DIT, SAMPLER, stage, text_to_video
 
 VIDEO, AUDIO = (1, 24, 7, 2, 2), (1, 32, 2, 37)
 NUM_TOKENS = 5
@@ -162,3 +162,31 @@ def test_a_latent_that_is_not_finite_is_said_once(dit, caplog):
     sampled(dit, positive=[[torch.full((1, NUM_TOKENS, dit.config.text_dim), float("nan")), {}]])
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert warning.startswith(f"Lazy H3: the latent holds NaN or infinite values: {dit.component.name} overflows in")
+
+
+def test_a_chain_of_samplers_asks_for_the_size_of_its_latent_once(tmp_path, monkeypatch):
+    asked = []
+    size_of = LazyH3EmptyLatent.latent_size
+    monkeypatch.setattr(LazyH3EmptyLatent, "latent_size", lambda *args, **inputs: asked.append(args) or size_of(*args, **inputs))
+    prompt = text_to_video()
+    for number in range(20):
+        spec = prompt[SAMPLER]
+        prompt[f"s{number}"] = {**spec, "inputs": {**spec["inputs"], "latent": [f"s{number - 1}" if number else SAMPLER, 0]}}
+    with stage(tmp_path) as running:
+        plan = running.runtime.plan_of(prompt)
+    assert len({stage.activation_bytes for stage in plan.stages if stage.node[0] in {"s", SAMPLER}}) == 1
+    assert len(asked) == 1
+
+
+def test_a_schedule_of_computed_values_is_planned_without_folding_for_it(tmp_path):
+    """Which would be for wrong clean-times, or keep the whole prompt from being planned."""
+    linked = {f"{SAMPLER}.steps": ["6", 1]}
+    another = {"again": text_to_video()[SAMPLER], **text_to_video(linked)}
+    with stage(tmp_path, may_plan=True, policy="auto") as running:
+        plans = [running.runtime.plan_of(prompt) for prompt in (text_to_video(), text_to_video(linked), another)]
+        folded, unfolded, mixed = ({c.item.key.kind: c for c in plan.choices}["dit"] for plan in plans)
+        assert (bool(folded.item.points), unfolded.item.points, mixed.item.points) == (True, (), ())
+        assert folded.resident_bytes < unfolded.resident_bytes == mixed.resident_bytes
+        assert [any("nothing is folded for it" in note for note in plan.warnings) for plan in plans] == [False, True, True]
+        running.succeed(text_to_video(linked))
+        assert running.runtime.plan().peak_bytes == plans[1].peak_bytes
