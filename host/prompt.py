@@ -261,7 +261,7 @@ class Unmade:
         return sum(file.size for file in self.identity.files)
 
     def costs(self, parts: Parts, points: tuple[float, ...] = ()) -> Mapping[Mode, Cost]:
-        return {"whole": Cost(self.nbytes() if self.device.type == "cpu" else 0)}  # a GPU's memory is core's to plan
+        return {"whole": Cost(self.nbytes())}
 
     def resident_parts(self) -> Parts:
         return frozenset()

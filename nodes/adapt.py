@@ -11,6 +11,7 @@ import torch
 
 from ..host.comfy.core.loaders import CoreLoaders
 from ..host.comfy.core.skeleton import CannotBeLazy
+from ..memory.checkpoint import FileIdentity
 from ..memory.resource import Identity
 from .load import ERRORS
 from .runtime import runtime
@@ -50,10 +51,18 @@ class StandIn:
         return {"required": {}} if core is None else core.INPUT_TYPES()
 
     @classmethod
+    def files(cls, **inputs: Any) -> list[Path]:
+        """The files that the widgets name. Raises ValueError for a name that is not there, CannotBeLazy for other formats."""
+        raise NotImplementedError
+
+    @classmethod
     def IS_CHANGED(cls, **inputs: Any) -> str:
-        """As core's loaders, which never change; but the prompt is followed from here on."""
+        """Runs again if a file was replaced: unlike core's, it is still to be read. The prompt is followed from here on."""
         runtime().attachment.touch()
-        return ""
+        try:
+            return " ".join(str(FileIdentity.of(path)) for path in cls.files(**inputs))
+        except (CannotBeLazy, *ERRORS):
+            return ""
 
     @classmethod
     def lazily(cls, loaders: CoreLoaders, **inputs: Any) -> Any:
@@ -90,11 +99,6 @@ class CoreLoader(StandIn):
     KIND: ClassVar[str]
 
     @classmethod
-    def files(cls, **inputs: Any) -> list[Path]:
-        """The files that the widgets name. Raises ValueError for a name that is not there, CannotBeLazy for other formats."""
-        raise NotImplementedError
-
-    @classmethod
     def options(cls, **inputs: Any) -> dict[str, Any]:
         """What else decides how the model is made."""
         return {}
@@ -106,12 +110,6 @@ class CoreLoader(StandIn):
             return {0: runtime().core_loaders.identity(cls.KIND, cls.files(**inputs), cls.options(**inputs))}
         except (CannotBeLazy, *ERRORS):
             return {}
-
-    @classmethod
-    def IS_CHANGED(cls, **inputs: Any) -> str:
-        """Runs again if a file was replaced: unlike core's, the model still has to be read from it."""
-        super().IS_CHANGED(**inputs)
-        return " ".join(str(identity.files) for identity in cls.lazy_h3_resources(**inputs).values())
 
     def _follow(self, made: Any, inputs: Mapping[str, Any]) -> None:
         """But where it pages weights in by itself, they can be evicted after their last use."""
@@ -214,8 +212,12 @@ class LazyH3LoraLoaderModelOnly(StandIn):
     WIDGETS = frozenset({"model", "lora_name", "strength_model"})
 
     @classmethod
-    def lazily(cls, loaders: CoreLoaders, *, model: Any, lora_name: str, strength_model: float, **inputs: Any) -> Any:
-        return loaders.with_lora(model, _file("loras", lora_name), strength_model) if strength_model else model
+    def files(cls, *, lora_name: str, **inputs: Any) -> list[Path]:
+        return [_file("loras", lora_name)]
+
+    @classmethod
+    def lazily(cls, loaders: CoreLoaders, *, model: Any, strength_model: float, **inputs: Any) -> Any:
+        return loaders.with_lora(model, cls.files(**inputs)[0], strength_model) if strength_model else model
 
 
 def _file(folder: str, name: str) -> Path:

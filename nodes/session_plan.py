@@ -85,7 +85,8 @@ class SessionPlanner:
             return None
         choice = plan.choice(resource.identity)
         if choice is None:
-            return "this prompt has room beside it"
+            is_in_pool = resource.device.type == self._shared.device().type  # of others, nobody knows what room they have
+            return "this prompt has room beside it" if is_in_pool else None
         return "it fits beside everything that must overlap" if choice.is_kept else None
 
     def _made(self, session: Any) -> Plan:
@@ -104,7 +105,10 @@ class SessionPlanner:
         return planned(nodes, shared.host, self._find, options, may_run)
 
     def _find(self, key: Key) -> Any:
+        """What is planned for. The host's own models only where there is one pool: a GPU's memory is the host's to plan."""
         shared = self._shared
+        if is_core(key) and shared.device().type != "cpu":
+            return None
         found = shared.catalogue.find(key) or shared.store.find(key)  # type: ignore[arg-type]
         return found or (Unmade(key, shared.device()) if is_core(key) and key.files else None)
 

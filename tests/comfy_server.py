@@ -31,6 +31,7 @@ CACHE_OPTIONS = {"ram": [], "classic": ["--cache-classic"], "lru": ["--cache-lru
 START_SECONDS = 180
 RUN_SECONDS = 120
 QUIET_SECONDS = 0.5
+FREE_SECONDS = 0.5
 
 
 @dataclass
@@ -95,6 +96,11 @@ class Server:
         with urllib.request.urlopen(request, timeout=10) as answer:
             text = answer.read()
         return json.loads(text) if text else None
+
+    def free(self, **wanted: bool) -> None:
+        """POST /free, and time for the server's worker to do it: a prompt that is queued at once would run before."""
+        self.post("/free", wanted)
+        time.sleep(FREE_SECONDS)
 
     def live_bytes(self) -> int:
         """Bytes of our weights alive in the server."""

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_core
 import pytest
 import torch
-from fake_core import DynamicPatcher, Management, ModelPatcher, Network
+from fake_core import WIDTH, DynamicPatcher, Management, ModelPatcher, Network
 from lazy_h3.host.comfy.core.dynamic import refuse_where_dynamic
 from lazy_h3.host.comfy.core.loaders import CoreLoaders
 from lazy_h3.host.comfy.core.mapped import MappedCheckpoint
+from lazy_h3.host.comfy.core.model import CoreModel
 from lazy_h3.host.comfy.core.patcher import LazyPatcherMixin
 from lazy_h3.host.comfy.core.release import Releases
 from lazy_h3.host.comfy.core.skeleton import CannotBeLazy
 from lazy_h3.memory.graph import Node, NodeClass
 from lazy_h3.memory.session import GraphView, Session
 from lazy_h3.memory.store import Store
-from lazy_h3.nodes.adapt import LazyH3UNETLoader
+from lazy_h3.nodes.adapt import LazyH3LoraLoaderModelOnly, LazyH3UNETLoader
+from lazy_h3.nodes.session_plan import SessionPlanner
 from memory_models import PLENTY
 from small_models import stage
 
@@ -304,6 +309,42 @@ def test_an_object_that_is_gone_leaves_no_resource(world):
     assert world.names() == []
 
 
+def test_a_lazy_model_goes_with_its_last_user_and_needs_no_garbage_collector(world):
+    model = world.loaders.model(world.path, {})  # one of its weights stands in the root
+    known = [weakref.ref(each) for each in (model.model, model.model.lazy_h3)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert [reference() for reference in known] == [None, None]
+    finally:
+        gc.enable()
+
+
+def on_gpu(world: World) -> tuple[torch.nn.Module, CoreModel]:
+    """A lazy model as it would be on a host with a GPU, and its module."""
+    module = world.loaders.model(world.path, {}).model
+    cpu = module.lazy_h3
+    gpu = torch.device("meta")  # anything but a CPU
+    slots = [replace(slot, dtype=torch.bfloat16) if slot.tensor is module.bias else slot for slot in cpu._slots]
+    return module, CoreModel(cpu.identity, cpu.name, gpu, module, cpu._files, slots, world.management)
+
+
+def test_the_memory_of_a_gpu_is_neither_counted_nor_refused(world):
+    module, core = on_gpu(world)
+    store = Store(pretended_total=1)  # full: core makes room itself
+    with store.use(core):
+        assert weights_in_memory(module, world) == {"bias"}  # converted; core's own copy to the GPU reads the others
+
+
+def test_who_merges_with_an_idle_model_does_not_keep_its_weights_on_the_gpu(world):
+    module, core = on_gpu(world)
+    weight = module.first.weight
+    taken = core.exact_views()[id(weight)]
+    weight.data = torch.zeros(WIDTH, WIDTH)  # as Module.to does, for all who hold it
+    assert torch.equal(taken, world.tensors["first.weight"])
+
+
 def test_where_core_pages_weights_in_by_itself_its_loaders_are_used_unchanged(world, monkeypatch):
     gpu = torch.device("meta")  # anything but a CPU
     refuse_where_dynamic("MODEL", gpu)
@@ -319,6 +360,10 @@ class CoreLoaderNode:
     """Core's node on a host that pages weights in."""
 
     FUNCTION = "load_unet"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"unet_name": ("STRING",), "weight_dtype": ("STRING",)}}
 
     def load_unet(self, unet_name: str, weight_dtype: str) -> tuple[Any, ...]:
         return (DynamicPatcher(Network()),)
@@ -345,6 +390,47 @@ def test_what_core_pages_in_is_evicted_after_the_last_user_of_our_loader_if_that
         assert [resource.origins for resource in shared.store.resident()] == expected
         shared.store.release_all("test")
         assert bool(management.current_loaded_models) is not is_on
+
+
+@pytest.mark.parametrize(("device", "num_planned"), [("cpu", 1), ("meta", 0)])
+def test_what_core_loads_is_planned_only_where_it_takes_the_memory_that_is_planned(tmp_path, monkeypatch, device, num_planned):
+    path = tmp_path / "network.safetensors"
+    fake_core.write_network(path)
+    sampler = type("Sampler", (), {"RETURN_TYPES": ("LATENT",), "INPUT_TYPES": classmethod(lambda _: {"required": {}})})
+    classes = {"UNETLoader": CoreLoaderNode, "LazyH3UNETLoader": LazyH3UNETLoader, "Sampler": sampler}
+    prompt = {
+        "1": {"class_type": "LazyH3UNETLoader", "inputs": {"unet_name": path.name, "weight_dtype": "default"}},
+        "2": {"class_type": "Sampler", "inputs": {"model": ["1", 0]}},
+    }
+    with stage(tmp_path) as running:
+        host = running.runtime.host
+        monkeypatch.setattr(host, "node_class", classes.get)
+        monkeypatch.setattr(host, "model_path", lambda folder, name: path)
+        monkeypatch.setattr(host, "device", lambda: torch.device(device))
+        assert len(running.runtime.plan_of(prompt).choices) == num_planned
+
+
+@pytest.mark.parametrize(("device", "is_kept"), [("cpu", True), ("meta", False)])
+def test_what_nobody_plans_is_kept_only_in_the_memory_that_is_planned(tmp_path, monkeypatch, device, is_kept):
+    resource: Any = SimpleNamespace(identity=None, device=torch.device("cpu"))
+    with stage(tmp_path) as running:
+        planner, plan = SessionPlanner(running.runtime, True, True), running.runtime.plan_of({})
+        monkeypatch.setattr(planner, "plan", lambda: plan)
+        monkeypatch.setattr(running.runtime.host, "device", lambda: torch.device(device))
+        assert bool(planner.why_kept(resource)) is is_kept
+
+
+def test_a_lora_is_read_again_when_its_file_was_replaced(tmp_path, monkeypatch):
+    path = tmp_path / "lora.safetensors"
+    path.write_bytes(b"first")
+    with stage(tmp_path) as running:
+        monkeypatch.setattr(running.runtime.host, "model_path", lambda folder, name: path)
+        widgets = {"model": None, "lora_name": path.name, "strength_model": 1.0}
+        first = LazyH3LoraLoaderModelOnly.IS_CHANGED(**widgets)
+        assert LazyH3LoraLoaderModelOnly.IS_CHANGED(**widgets) == first
+        path.write_bytes(b"second")
+        assert LazyH3LoraLoaderModelOnly.IS_CHANGED(**widgets) != first
+        assert LazyH3LoraLoaderModelOnly.IS_CHANGED(**{**widgets, "lora_name": None}) == ""  # linked: not known yet
 
 
 def test_only_models_that_core_pages_in_are_evicted_after_our_own_loaders(world, caplog):

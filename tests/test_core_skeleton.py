@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,39 @@ class Model(nn.Module):
         self.second = Layer()
         self.register_buffer("mean", torch.empty(WIDTH))
         self.register_buffer("sigmas", torch.linspace(0, 1, 5))
+
+
+class CastLayer(Layer):
+    """As core's layers of mixed precision: takes the tensors that it is given, cast, in the place of copying them."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        weight = state_dict.pop(f"{prefix}weight").to(device=torch.device("meta"), dtype=torch.float32)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = state_dict.pop(f"{prefix}scale").to(dtype=torch.float32)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Quantised(Tensor):
+    """Made of two tensors, and copies one of them when it is detached, as comfy-kitchen's do."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Tensor) -> Quantised:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+
+    def __init__(self, data: Tensor, scale: Tensor) -> None:
+        self.stored, self.scale = data, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["stored", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], context: None, size: Any, stride: Any) -> Quantised:
+        return Quantised(parts["stored"], parts["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.detach.default
+        return cls(args[0].stored, args[0].scale.clone())
 
 
 class Checkpoint:
@@ -170,6 +204,43 @@ def test_a_weight_that_core_holds_as_it_is_stored_is_kept(checkpoint: Checkpoint
     others = {name: view for name, view in checkpoint.mapped.views.items() if name != "first.weight"}
     slots = built(model, checkpoint.mapped, others)
     assert [slot.places[0] for slot in slots if slot.is_kept] == [(model.first, "weight")]
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_a_matrix_that_is_cast_in_place_of_being_copied_takes_no_memory(tmp_path: Path, stored: torch.dtype) -> None:
+    tensors = {"weight": torch.randn(WIDTH, WIDTH).to(stored), "bias": torch.zeros(WIDTH), "scale": torch.ones(1).bfloat16()}
+    save_file(tensors, tmp_path / "cast.safetensors")
+    mapped = MappedCheckpoint(open_checkpoint(tmp_path / "cast.safetensors"))
+    with recording([mapped]) as recorder:
+        layer = CastLayer()
+        layer.load_state_dict(dict(mapped.views), strict=False)
+    slots = {slot.places[0][1]: slot for slot in slots_of(layer, recorder, [mapped])}
+    assert torch.equal(layer.weight, tensors["weight"])
+    assert (slots["weight"].dtype, slots["weight"].is_kept) == (torch.float32, stored == torch.float32)
+    assert torch.equal(layer.scale, torch.ones(1))
+
+
+def test_a_part_of_a_quantised_weight_that_is_cast_cannot_be_lazy(checkpoint: Checkpoint) -> None:
+    view = checkpoint.mapped.views["first.weight"]
+    with recording([checkpoint.mapped]) as recorder:
+        model = Layer()
+        model.load_state_dict({"weight": view, "bias": checkpoint.mapped.views["first.bias"]})
+        model.weight = nn.Parameter(Quantised(view, view.to(dtype=torch.float64)), requires_grad=False)
+    with pytest.raises(CannotBeLazy, match="weight is converted"):
+        slots_of(model, recorder, [checkpoint.mapped])
+
+
+def test_all_parts_of_a_quantised_weight_stay_in_the_file(checkpoint: Checkpoint) -> None:
+    views = checkpoint.mapped.views
+    with recording([checkpoint.mapped]) as recorder:
+        model = Layer()
+        model.load_state_dict({"weight": views["first.weight"], "bias": views["first.bias"]})
+        model.weight = nn.Parameter(Quantised(views["second.weight"], views["mean"]), requires_grad=False)
+    (slot,) = [slot for slot in slots_of(model, recorder, [checkpoint.mapped]) if slot.is_kept]
+    for weight in (slot.view, model.weight):
+        assert all(place_of(part, [checkpoint.mapped]) is not None for part in plain(weight))
+    assert isinstance(model.weight, nn.Parameter)
+    assert model.weight is not slot.view
 
 
 def test_plain_tensors_are_made_of_themselves() -> None:

@@ -49,13 +49,13 @@ GRAPH = {
 }
 
 
-def plan(device: str = "cpu", **options: Any) -> Plan:
+def plan(**options: Any) -> Plan:
     nodes = {name: Node(kind, {str(n): [link, 0] for n, link in enumerate(links)}) for name, (kind, links) in GRAPH.items()}
     host: Any = SimpleNamespace(node_class=CLASSES.get)
 
     def find(key: Key) -> Unmade:
         assert isinstance(key, Identity)
-        return Unmade(key, torch.device(device))
+        return Unmade(key, torch.device("cpu"))
 
     return planned(nodes, host, find, PlanOptions(**options))
 
@@ -80,7 +80,3 @@ def test_what_has_room_is_kept_and_what_cannot_fit_is_refused_by_name():
     assert all(choice.is_kept for choice in plan(policy="auto", room=1200).choices)
     assert plan(policy="free", room=600).refusal is None
     assert "core MODEL (model) needs at least" in plan(policy="free", room=599).refusal.message
-
-
-def test_the_memory_of_a_gpu_is_cores_to_plan():
-    assert plan("cuda:0", room=1, policy="free").refusal is None

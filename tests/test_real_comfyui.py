@@ -42,7 +42,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def fresh(server: Server) -> Server:
     """The server with all cached outputs forgotten."""
-    server.post("/free", {"unload_models": True, "free_memory": True})
+    server.free(unload_models=True, free_memory=True)
     return server
 
 
@@ -244,6 +244,6 @@ def test_unload_models_between_prompts_frees_what_is_kept_and_the_next_prompt_ru
     prompt["70"] = {"class_type": "LazyH3Policy", "inputs": {"policy": "keep"}}
     assert fresh.run(prompt).status == "execution_success"
     assert fresh.live_bytes() > 0
-    fresh.post("/free", {"unload_models": True})
+    fresh.free(unload_models=True)
     assert fresh.run(workflow()).status == "execution_success"
     assert fresh.live_bytes() == 0

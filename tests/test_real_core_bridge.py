@@ -69,7 +69,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def fresh(server: Server) -> Server:
     """The server with all cached outputs forgotten."""
-    server.post("/free", {"unload_models": True, "free_memory": True})
+    server.free(unload_models=True, free_memory=True)
     return server
 
 

@@ -62,7 +62,7 @@ def server_with_settings(
 
 def fresh(server: Server) -> Server:
     """The server with all cached outputs forgotten."""
-    server.post("/free", {"unload_models": True, "free_memory": True})
+    server.free(unload_models=True, free_memory=True)
     return server
 
 

@@ -83,11 +83,12 @@ def stock_digests(server: Server, prompts: Prompts, case: Case) -> dict[str, str
     return _stock[case]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0][-3:]}, {case[1]}{', LoRA' if case[2] else ''}")
 def test_a_lazy_template_gives_what_the_stock_one_gives(server: Server, prompts: Prompts, case: Case) -> None:
     name, form, is_turbo = case
     expected = stock_digests(server, prompts, case)
     lazy = small(prompts[name][1], form, is_turbo)
+    server.post("/free", {"unload_models": True, "free_memory": True})
     run = server.run(lazy)
     digests, video = outputs(server, run)
     assert digests == expected

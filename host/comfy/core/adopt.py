@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,11 +58,11 @@ def adopt(patcher: Any, origins: tuple[Key, ...], loaders: CoreLoaders, manageme
     twin = built(recipe.paths, recipe.build, recipe.patcher_of)
     unload(patcher.model, management)
     slots = _moved(twin, patcher.model)
+    identity = Identity(f"core {recipe.kind}", tuple(map(FileIdentity.of, recipe.paths)), ("adopted", next(_numbers)))
     for slot in slots:
         slot.put(slot.view)
     for clone in clones:
         loaders.take(clone)
-    identity = Identity(f"core {recipe.kind}", tuple(map(FileIdentity.of, recipe.paths)), ("adopted", next(_numbers)))
     name = f"{identity.kind} ({', '.join(path.stem for path in recipe.paths)})"
     adopted = Adopted(origins, identity, name, patcher.load_device, patcher.model, twin.files, slots, management)
     devices.trim()
@@ -148,12 +149,12 @@ def _moved(twin: Built, module: nn.Module) -> list[CoreSlot]:
 
 
 def _moved_slot(slot: CoreSlot, module: nn.Module, prefixes: Mapping[int, str]) -> CoreSlot:
-    places = tuple((module.get_submodule(prefixes[id(part)]), name) for part, name in slot.places)
+    places = [(module.get_submodule(prefixes[id(part)]), name) for part, name in slot.places]
     for (part, name), (twin, _) in zip(places, slot.places, strict=True):
         if not _is_same(getattr(part, name), slot):
             weight = f"{prefixes[id(twin)]}.{name}".lstrip(".")
             raise CannotBeLazy(f"its weight {weight} is not as in its file")
-    return replace(slot, places=places)
+    return replace(slot, where=tuple((weakref.ref(part), name) for part, name in places))
 
 
 def _is_same(weight: Tensor, slot: CoreSlot) -> bool:

@@ -34,7 +34,7 @@ def built(paths: Sequence[Path], build: Build, patcher_of: PatcherOf) -> Built:
     import comfy.model_patcher
 
     files = [MappedCheckpoint(open_checkpoint(path)) for path in paths]
-    with recording() as recorder:
+    with recording(files) as recorder:
         made = build([dict(file.views) for file in files], [dict(file.checkpoint.metadata) or None for file in files])
     if made is None:
         raise CannotBeLazy("core does not recognise it")

@@ -19,7 +19,7 @@ log = logging.getLogger("lazy_h3")
 
 EMPTY = "NullCache"
 FAMILIAR = ("HierarchicalCache", "LRUCache", "RAMPressureCache")
-TABLES = ("cache", "used_generation", "timestamps", "children")  # of one cache: key -> what it knows of an entry
+TABLES = ("used_generation", "timestamps", "children")  # of one cache: key -> what else it knows of an entry
 
 
 class CachedLoaders:

@@ -61,9 +61,10 @@ class CoreModel:
         return sum(slot.nbytes for slot in self._slots)
 
     def costs(self, parts: Parts, points: tuple[float, ...] = ()) -> Mapping[Mode, Cost]:
+        if self.device.type != "cpu":
+            return {"whole": Cost(0)}  # a GPU's memory is core's to plan, and what passes through the host's is not in its pool
         converts = any(slot.dtype != slot.view.dtype for slot in self._copied)
-        nbytes = self.nbytes() if self.device.type == "cpu" else sum(slot.nbytes for slot in self._copied)
-        return {"whole": Cost(nbytes, self._reader.staging_bytes if converts else 0)}  # a GPU's memory is core's to plan
+        return {"whole": Cost(self.nbytes(), self._reader.staging_bytes if converts else 0)}
 
     def resident_parts(self) -> Parts:
         return WEIGHTS if self._is_filled else frozenset()
@@ -110,11 +111,12 @@ class CoreModel:
     @property
     def is_exact(self) -> bool:
         """Whether the views are as good as what is made of them: the same values."""
-        return all(slot.is_exact for slot in self._copied)
+        return all(slot.is_exact for slot in self._slots)
 
-    def views_of_copies(self) -> dict[int, torch.Tensor]:
+    def exact_views(self) -> dict[int, torch.Tensor]:
         """Id of a weight that stands in the module -> its view, where that is as good: the same values."""
-        return {id(slot.tensor): slot.view for slot in self._copied if slot.is_exact}
+        exact = (slot for slot in self._slots if slot.is_exact)
+        return {id(getattr(module, name)): slot.view for slot in exact for module, name in slot.places}
 
     def note_loader(self, patcher: Any) -> None:
         """The patcher is about to load or patch the weights."""

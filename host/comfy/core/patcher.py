@@ -56,14 +56,15 @@ class LazyPatcherMixin:
         return super().model_state_dict_for_saving(*args, **kwargs)  # type: ignore[misc]
 
     def get_key_patches(self, filter_prefix: str | None = None) -> Any:
-        """With views in place of copies: who merges with them would keep a whole model in memory (core bridge, trap 10).
+        """With views in place of weights: who merges with them would keep a whole model in memory (core bridge, trap 10).
 
-        Copies where the values differ, which live on with whoever took them.
+        Also of idle ones: core moves the data of a weight to the GPU, for whoever holds it. Copies where the values differ, which
+        live on with whoever took them.
         """
         if self._core is not None and not self._core.is_exact:
             self._ensure_filled()
         patches = super().get_key_patches(filter_prefix)  # type: ignore[misc]
-        views = {} if self._core is None else self._core.views_of_copies()
+        views = {} if self._core is None else self._core.exact_views()
         for key, ((weight, convert), *more) in patches.items():
             patches[key] = [(views.get(id(weight), weight), convert), *more]
         return patches
