@@ -134,7 +134,12 @@ def _add_convert(commands: Any) -> None:
     convert = commands.add_parser("convert", help="write a workflow with lazy loaders in the place of ComfyUI's own")
     convert.set_defaults(command=_convert)
     convert.add_argument("workflow", type=Path, help="API-format or canvas JSON")
-    convert.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: beside it, NAME_lazy.json)")
+    convert.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to write, over what is there (default: beside it, NAME_lazy.json; with --stock NAME_stock.json)",
+    )
     convert.add_argument("--stock", action="store_true", help="the other way round: ComfyUI's own loaders again")
 
 

@@ -41,6 +41,11 @@ def plan_workflow(workflow: Mapping[str, Any], request: PlanRequest) -> Plan:
             run, device = _published(request, stack), SIZES_DEVICE
         host, shared = stack.enter_context(hosted(run, device))
         prompt = as_prompt(workflow, host, run.settings)
+        unknown = [spec["class_type"] for spec in prompt.values() if spec["class_type"] not in host.node_classes]
+        if unknown:
+            raise ValueError(
+                f"The workflow uses the node {unknown[0]}, which only ComfyUI knows; plan it there: POST /lazy_h3/plan."
+            )
         for load in openings({n: Node(spec["class_type"], spec["inputs"]) for n, spec in prompt.items()}, shared.host):
             load()  # a plan without a file that cannot be loaded would be of another prompt
         return shared.plan_of(prompt).warned([*_notes(prompt, request)])

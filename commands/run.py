@@ -84,6 +84,7 @@ def changed(prompt: Mapping[str, Any], settings: Mapping[str, str], declarations
 def as_prompt(workflow: Mapping[str, Any], host: EmbeddedHost, settings: Mapping[str, str]) -> dict[str, Any]:
     """The workflow in API format, with settings applied. Raises ValueError where either cannot be."""
     prompt = api_prompt(workflow, host.node_classes) if _is_canvas(workflow) else workflow
+    _check_stand_ins(prompt, host.node_classes)
     return changed(prompt, settings, Declarations(host.node_classes))
 
 
@@ -184,6 +185,16 @@ def _warn_of_invalid_nodes(result: RunResult) -> None:
     for node, found in result.node_errors.items():
         problems = "; ".join(f"{problem['message']}: {problem['details']}" for problem in found["errors"])
         log.warning("Node %s (%s) was left out: %s", node, found["class_type"], problems)
+
+
+def _check_stand_ins(prompt: Mapping[str, Any], classes: Mapping[str, type]) -> None:
+    """Raises ValueError for a node that stands in for one of ComfyUI's own."""
+    for spec in prompt.values():
+        core = getattr(classes.get(spec["class_type"]), "CORE", None)
+        if core is not None and core not in classes:
+            raise ValueError(
+                f"The workflow uses the node {spec['class_type']}, which stands in for ComfyUI's {core}; run it there."
+            )
 
 
 def _is_canvas(workflow: Mapping[str, Any]) -> bool:

@@ -372,3 +372,22 @@ def test_the_command_says_in_a_sentence_what_is_no_workflow(lazy_h3: Any, tmp_pa
     code, _, message = lazy_h3("convert", path)
     assert (code, message.count("\n"), list(tmp_path.iterdir())) == (2, 1, [path])
     assert message.startswith("lazy-h3: ")
+
+
+EXAMPLE = Path(__file__).parent.parent / "example_workflows" / "core_text_to_video_lazy_api.json"
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_a_stock_graph_is_sent_to_comfyui_by_the_command_line(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([command, str(EXAMPLE), "--models", str(tmp_path)]) == 2
+    assert "LazyH3UNETLoader, which stands in for ComfyUI's UNETLoader; run it there." in capsys.readouterr().err
+
+
+def test_a_plan_of_nodes_that_only_comfyui_has_says_so(tmp_path, capsys):
+    stock = tmp_path / "stock.json"
+    stock.write_text(
+        json.dumps({"1": {"class_type": "UNETLoader", "inputs": {"unet_name": "x", "weight_dtype": "default"}}}), "utf-8"
+    )
+    assert cli.main(["plan", str(stock), "--models", str(tmp_path)]) == 2
+    assert "UNETLoader, which only ComfyUI knows" in capsys.readouterr().err
